@@ -1,0 +1,11 @@
+"""Moves KV blocks between a worker's paged KV tensors and its slot of a shared-memory region.
+
+Not for placing blocks: which block goes to which row is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from backends.copy.copier import GroupCopier
+from backends.copy.handle import CopyHandle, CopyStats
+
+__all__ = ["CopyHandle", "CopyStats", "GroupCopier"]

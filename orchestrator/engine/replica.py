@@ -1,0 +1,141 @@
+"""Runs one replica's engine on one worker: the leader schedules and broadcasts, all execute."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from backends.block import COMPLETE, WRITING, set_state, write_header
+from backends.primary import PrimaryIndex
+from backends.region.region import Region
+from orchestrator.engine.device_cache import DeviceCache
+from orchestrator.engine.runner import WorkerRunner
+from orchestrator.engine.scheduler import Scheduler
+from orchestrator.engine.stats import ReplicaStats
+from orchestrator.engine.step import STOP, ChunkWork, StepCodec
+from orchestrator.groups import Group
+from orchestrator.plan import Plan
+from orchestrator.workload.request import Request
+
+PROGRESS_INTERVAL_S = 0.2
+
+Progress = Callable[[dict[str, Any]], None]
+
+
+def step_codec(plan: Plan) -> StepCodec:
+    """The broadcast array's shape, which every rank derives from the plan."""
+    per_step = plan.settings.engine.max_tokens_per_step // plan.region.tokens_per_row
+    return StepCodec(max(1, per_step), plan.cache.blocks_per_chunk, len(plan.groups))
+
+
+def follow(runner: WorkerRunner, codec: StepCodec, group: Group) -> None:
+    """What every rank but the leader does until the leader says stop."""
+    message = codec.empty()
+    while True:
+        group.broadcast(message)
+        chunks = codec.decode(message)
+        if chunks is None:
+            return
+        runner.execute(chunks, group)
+
+
+class Leader:
+    """Rank 0: decides, tells, executes its own part, keeps the row headers."""
+
+    def __init__(
+        self, plan: Plan, runner: WorkerRunner, region: Region, group: Group, progress: Progress
+    ) -> None:
+        topology = plan.topology
+        self._codec = step_codec(plan)
+        self._index = PrimaryIndex(plan.region.rows, len(plan.groups))
+        self._scheduler = Scheduler(
+            DeviceCache(plan.device_blocks),
+            self._index,
+            plan.cache,
+            cp_size=topology.pcp_size * topology.dcp_size,
+            groups=len(plan.groups),
+            chunks_per_step=self._codec.chunks_max,
+        )
+        self._payload_bytes = plan.region.slot_bytes * topology.local_world_size
+        self._headers = region.row_headers()
+        self._runner = runner
+        self._group = group
+        self._progress = progress
+        self._told_s = 0.0
+        self._writing: list[int] = []
+
+    @property
+    def index(self) -> PrimaryIndex:
+        return self._index
+
+    @property
+    def stats(self) -> ReplicaStats:
+        return self._scheduler.stats
+
+    def serve(self, requests: Iterator[Request]) -> None:
+        """Serve requests in order, then tell all ranks to stop."""
+        message = self._codec.empty()
+        for request in requests:
+            steps = self._scheduler.steps(request)
+            chunks = next(steps, None)
+            while chunks is not None:
+                before, self._writing = self._writing, self._announce(chunks)
+                self._codec.encode(message, chunks)
+                self._group.broadcast(message)
+                agreed = self._runner.execute(chunks, self._group)
+                # Every rank was in this step's collective, so it had ended the step before.
+                self._commit(set(before).difference(self._writing))
+                try:
+                    chunks = steps.send(agreed)
+                except StopIteration:
+                    break
+            self._tell()
+        message[0] = STOP
+        self._group.broadcast(message)
+        self._tell(now=True)
+
+    def close(self) -> None:
+        self._headers = None  # type: ignore[assignment]  # lets the region unmap
+
+    def finish(self) -> None:
+        """All ranks have passed a collective since the last step: its rows are complete."""
+        self._commit(self._writing)
+        self._writing = []
+
+    def _announce(self, chunks: list[ChunkWork]) -> list[int]:
+        """Name the rows that a step writes, before any rank is told of them; the rows."""
+        now_ns = time.time_ns()
+        writing = []
+        for chunk in chunks:
+            for group, row in enumerate(chunk.rows if chunk.store else ()):
+                write_header(
+                    self._headers[row],
+                    key=chunk.key,
+                    group=group,
+                    payload_bytes=self._payload_bytes,
+                    created_ns=now_ns,
+                    state=WRITING,
+                )
+                writing.append(row)
+        return writing
+
+    def _commit(self, rows: Iterable[int]) -> None:
+        for row in rows:
+            set_state(self._headers[row], COMPLETE)
+
+    def _tell(self, *, now: bool = False) -> None:
+        time_s = time.monotonic()
+        if not now and time_s - self._told_s < PROGRESS_INTERVAL_S:
+            return
+        self._told_s = time_s
+        stats, worker = self.stats, self._runner.stats
+        self._progress(
+            {
+                "requests": stats.requests,
+                "rejected": stats.rejected,
+                "prompt_tokens": stats.prompt_tokens,
+                "hit_tokens": stats.hit_tokens_device + stats.hit_tokens_shm,
+                "copied_bytes": worker.stored_bytes + worker.loaded_bytes,
+            }
+        )

@@ -1,0 +1,377 @@
+"""The plan: every rank, device, slot, region, directory, port and byte, before a process starts.
+
+`plan.json` is the one thing that workers read. Its digest covers all that was decided and nothing
+that only names this run (run id, run directory, time), so that the same configuration always has
+the same digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from backends.config import CacheConfig, KvGroup, ModelConfig, OffloadConfig, ParallelConfig
+from backends.errors import KvquayError
+from backends.layout import geometry_digest, slot_bytes, worker_groups
+from backends.region.spec import RegionSpec, rows_for_size
+from orchestrator import __version__
+from orchestrator.schema import Config
+from orchestrator.topology import Placement, Topology
+from orchestrator.units import parse_size
+
+PLAN_FORMAT = 1
+DEFAULT_RDZV_PORT = 29400  # torchrun's own
+
+
+class PlanError(KvquayError):
+    """A plan file is missing, damaged, of another version, or not the one that was meant."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """One worker. `device_index` is the accelerator to use, and is used for nothing else."""
+
+    rank: int
+    node_rank: int
+    pp_rank: int
+    pcp_rank: int
+    tp_rank: int
+    dcp_rank: int
+    local_rank: int
+    device: str
+    device_index: int
+    slot: int
+    worker_bytes_per_block: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPlan:
+    """One data-parallel engine. `directory` is relative to the run directory."""
+
+    data_parallel_index: int
+    data_parallel_rank_local: int
+    engine_id: str
+    node_ranks: tuple[int, ...]
+    region_name: str
+    region_bytes: int
+    directory: str
+    rdzv_endpoint: str
+    command: str
+    workers: tuple[WorkerPlan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RegionPlan:
+    """What every replica's region on every node looks like. Sizes in bytes."""
+
+    backing: str
+    rows: int
+    row_bytes: int
+    slot_bytes: int
+    tokens_per_row: int
+    bytes_per_rank: int
+    bytes_per_replica: int
+    bytes_per_node: int
+    geometry_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """What names this run and decides nothing."""
+
+    run_id: str
+    run_dir: str
+    created_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that was decided."""
+
+    format: int
+    version: str
+    digest: str
+    run: RunInfo
+    topology: Topology
+    model: ModelConfig
+    groups: tuple[KvGroup, ...]
+    cache: CacheConfig
+    region: RegionPlan
+    device_blocks: int
+    replicas: tuple[ReplicaPlan, ...]
+    settings: Config
+
+    def parallel_config(self, placement: Placement) -> ParallelConfig:
+        return _parallel_config(self.topology, placement)
+
+    def offload_config(self, data_parallel_index: int, rank: int) -> OffloadConfig:
+        """What the backends of one worker are told."""
+        replica = self.replicas[data_parallel_index]
+        return OffloadConfig(
+            engine_id=replica.engine_id,
+            model=self.model,
+            cache=self.cache,
+            parallel=self.parallel_config(self.topology.placement(data_parallel_index, rank)),
+            groups=self.groups,
+            worker_bytes_per_block=replica.workers[rank].worker_bytes_per_block,
+            layout=self.settings.engine.layout,
+        )
+
+    def region_spec(self, data_parallel_index: int) -> RegionSpec:
+        settings = self.settings.region
+        return RegionSpec(
+            engine_id=self.replicas[data_parallel_index].engine_id,
+            run_id=self.run.run_id,
+            backing=settings.backing,
+            rows=self.region.rows,
+            slot_bytes=self.region.slot_bytes,
+            local_world_size=self.topology.local_world_size,
+            geometry_digest=self.region.geometry_digest,
+            persist_name=settings.persist_name,
+            huge_pages=settings.huge_pages,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What one replica's workers hold, the same for every replica. Bytes, by rank where a tuple."""
+
+    slot_bytes: int
+    rows: int
+    device_blocks: int
+    worker_bytes_per_block: tuple[tuple[int, ...], ...]
+
+
+def cache_config(config: Config, topology: Topology) -> CacheConfig:
+    """Paging units; a hash covers one logical block unless set."""
+    engine = config.engine
+    logical_tokens = engine.tokens_per_block * topology.pcp_size * topology.dcp_size
+    return CacheConfig(
+        tokens_per_block=engine.tokens_per_block,
+        tokens_per_hash=engine.tokens_per_hash or logical_tokens,
+        blocks_per_chunk=config.region.blocks_per_chunk,
+    )
+
+
+def geometry(
+    config: Config, topology: Topology, model: ModelConfig, groups: tuple[KvGroup, ...]
+) -> Geometry:
+    """Slot, rows and device blocks that the sizes of the configuration come to."""
+    cache = cache_config(config, topology)
+    held = [
+        worker_groups(groups, model, cache, _parallel_config(topology, placement))
+        for placement in topology.replica(0)
+    ]
+    per_block = tuple(tuple(group.block_bytes for group in worker) for worker in held)
+    slot = slot_bytes(held, cache.blocks_per_chunk)
+    rows = rows_for_size(parse_size(config.region.size), slot, topology.local_world_size)
+    largest = max(sum(worker) for worker in per_block)
+    return Geometry(
+        slot_bytes=slot,
+        rows=rows,
+        device_blocks=parse_size(config.engine.device_cache_size) // largest,
+        worker_bytes_per_block=per_block,
+    )
+
+
+def _parallel_config(topology: Topology, placement: Placement) -> ParallelConfig:
+    return ParallelConfig(
+        rank=placement.rank,
+        world_size=topology.world_size,
+        tp_size=topology.tp_size,
+        pp_size=topology.pp_size,
+        pcp_size=topology.pcp_size,
+        dcp_size=topology.dcp_size,
+        data_parallel_index=placement.data_parallel_index,
+        data_parallel_size=topology.data_parallel_size,
+        data_parallel_rank_local=placement.data_parallel_rank_local,
+        data_parallel_size_local=topology.data_parallel_size_local,
+        node_rank=placement.node_rank,
+        nnodes=topology.nnodes,
+        local_rank=placement.local_rank,
+        local_world_size=topology.local_world_size,
+    )
+
+
+def make_plan(
+    config: Config,
+    topology: Topology,
+    model: ModelConfig,
+    groups: tuple[KvGroup, ...],
+    run: RunInfo,
+) -> Plan:
+    """Compute the plan of a configuration that `validate` found nothing wrong with."""
+    cache = cache_config(config, topology)
+    shape = geometry(config, topology, model, groups)
+    region = RegionSpec(
+        engine_id="plan",
+        run_id=run.run_id,
+        backing=config.region.backing,
+        rows=shape.rows,
+        slot_bytes=shape.slot_bytes,
+        local_world_size=topology.local_world_size,
+        geometry_digest="0" * 64,
+    )
+    digest = geometry_digest(
+        groups,
+        model,
+        cache,
+        _parallel_config(topology, topology.placement(0, 0)),
+        config.engine.layout,
+    )
+    plan = Plan(
+        format=PLAN_FORMAT,
+        version=__version__,
+        digest="",
+        run=run,
+        topology=topology,
+        model=model,
+        groups=groups,
+        cache=cache,
+        region=RegionPlan(
+            backing=config.region.backing,
+            rows=shape.rows,
+            row_bytes=region.row_bytes,
+            slot_bytes=shape.slot_bytes,
+            tokens_per_row=(
+                cache.tokens_per_block
+                * cache.blocks_per_chunk
+                * topology.pcp_size
+                * topology.dcp_size
+            ),
+            bytes_per_rank=shape.rows * shape.slot_bytes,
+            bytes_per_replica=region.nbytes * topology.nodes_per_replica,
+            bytes_per_node=region.nbytes * topology.data_parallel_size_local,
+            geometry_digest=digest,
+        ),
+        device_blocks=shape.device_blocks,
+        replicas=tuple(
+            _replica_plan(config, topology, run, index, region.nbytes, shape)
+            for index in range(topology.data_parallel_size)
+        ),
+        settings=config,
+    )
+    return replace(plan, digest=plan_digest(plan))
+
+
+def _replica_plan(
+    config: Config,
+    topology: Topology,
+    run: RunInfo,
+    index: int,
+    region_bytes: int,
+    shape: Geometry,
+) -> ReplicaPlan:
+    engine_id = f"{run.run_id}_dp{index}"
+    first = topology.first_node(index)
+    endpoint, local = _rendezvous(config, topology, index)
+    prefix = "memfd:" if config.region.backing == "memfd" else "/dev/shm/"
+    workers = []
+    for placement in topology.replica(index):
+        device_index = (
+            placement.data_parallel_rank_local * topology.local_world_size + placement.local_rank
+        )
+        if config.spawn.devices is not None:
+            device_index = config.spawn.devices[device_index]
+        workers.append(
+            WorkerPlan(
+                rank=placement.rank,
+                node_rank=placement.node_rank,
+                pp_rank=placement.pp_rank,
+                pcp_rank=placement.pcp_rank,
+                tp_rank=placement.tp_rank,
+                dcp_rank=placement.dcp_rank,
+                local_rank=placement.local_rank,
+                device=config.engine.device,
+                device_index=device_index,
+                slot=placement.local_rank,
+                worker_bytes_per_block=shape.worker_bytes_per_block[placement.rank],
+            )
+        )
+    return ReplicaPlan(
+        data_parallel_index=index,
+        data_parallel_rank_local=index % topology.data_parallel_size_local,
+        engine_id=engine_id,
+        node_ranks=tuple(range(first, first + topology.nodes_per_replica)),
+        region_name=f"{prefix}kvquay_{engine_id}",
+        region_bytes=region_bytes,
+        directory=f"replicas/dp{index}",
+        rdzv_endpoint=endpoint,
+        command=(
+            f"torchrun --nnodes={topology.nodes_per_replica} "
+            f"--nproc-per-node={topology.local_world_size} --rdzv-backend=c10d "
+            f"--rdzv-endpoint={endpoint} --rdzv-id={engine_id} {local}"
+            f"{'--virtual-local-rank ' if config.spawn.virtual_local_rank else ''}"
+            f"-m orchestrator.worker --plan {run.run_dir}/plan.json --replica {index}"
+        ),
+        workers=tuple(workers),
+    )
+
+
+def _rendezvous(config: Config, topology: Topology, index: int) -> tuple[str, str]:
+    """Endpoint of a replica's rendezvous, and the option that keeps torchrun off the network.
+
+    Port 0 lets the system choose a free one, which a replica on one node can do. Over several
+    nodes the endpoint is on the replica's first node, under the name `node<node_rank>`.
+    """
+    port = config.spawn.rdzv_port + index if config.spawn.rdzv_port else 0
+    if topology.nodes_per_replica == 1:
+        return f"localhost:{port}", "--local-addr=localhost "
+    return f"node{topology.first_node(index)}:{port or DEFAULT_RDZV_PORT}", ""
+
+
+def plan_digest(plan: Plan) -> str:
+    """SHA-256 (hex) of the plan without what only names the run."""
+    nameless = replace(plan, digest="", run=RunInfo("", "", 0.0))
+    text = msgspec.json.encode(nameless, order="deterministic").decode()
+    text = text.replace(plan.run.run_dir, "<run_dir>").replace(plan.run.run_id, "<run_id>")
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write a file, mode 0600, that is seen whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_plan(plan: Plan, run_dir: Path) -> Path:
+    """Write `plan.json` into the run directory and return its path."""
+    path = run_dir / "plan.json"
+    write_atomic(path, msgspec.json.format(msgspec.json.encode(plan), indent=1))
+    return path
+
+
+def read_plan(path: Path, *, expected_digest: str | None = None) -> Plan:
+    """Read `plan.json` back and check that it is whole, ours, and the one that was meant.
+
+    Raises PlanError that says what was found, what was expected and what to do.
+    """
+    try:
+        plan = msgspec.json.decode(path.read_bytes(), type=Plan)
+    except OSError as error:
+        raise PlanError(f"{path}: cannot be read: {error.strerror}; run action=plan") from error
+    except msgspec.DecodeError as error:
+        raise PlanError(f"{path}: is not a plan of kvquay {__version__}: {error}") from error
+    if (plan.format, plan.version) != (PLAN_FORMAT, __version__):
+        raise PlanError(
+            f"{path}: was written by kvquay {plan.version} (format {plan.format}), this is "
+            f"{__version__} (format {PLAN_FORMAT}); plan again with this version"
+        )
+    found = plan_digest(plan)
+    if found != plan.digest or (expected_digest is not None and found != expected_digest):
+        raise PlanError(
+            f"{path}: digest is {found}, expected {expected_digest or plan.digest}; the file was "
+            "changed after it was planned: plan again instead of editing it"
+        )
+    return plan

@@ -1,0 +1,151 @@
+"""A run's results: `report.json` for machines. Rates are bytes of all ranks per second.
+
+A replica's rate is its bytes over the copy time of its slowest rank; replicas run beside each other,
+so the tier's rate is their sum. Latency is that of one worker's load of one step.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from orchestrator import __version__
+from orchestrator.engine.stats import LatencyHistogram
+from orchestrator.plan import Plan, write_atomic
+from orchestrator.problems import Problem
+from orchestrator.rundir import RunDir
+from orchestrator.supervise import RunState
+
+OK = "ok"
+FAILED = "failed"
+WRONG = "wrong_bytes"
+INTERRUPTED = "interrupted"
+INVALID = "invalid_configuration"
+
+
+def read_results(plan: Plan) -> list[dict[str, Any]]:
+    """What the leaders wrote; a replica that did not end well has nothing."""
+    run_dir = RunDir(Path(plan.run.run_dir))
+    results = []
+    for replica in plan.replicas:
+        path = run_dir.replica(replica.data_parallel_index).result
+        if path.exists():
+            results.append(msgspec.json.decode(path.read_bytes()))
+    return results
+
+
+def build_report(plan: Plan, state: RunState, duration_s: float, reproduce: str) -> dict[str, Any]:
+    """The report as plain JSON types; keys are stable, see `docs/report.md`."""
+    results = read_results(plan)
+    workers = [worker for result in results for worker in result["workers"]]
+    verification = {
+        "mode": plan.settings.engine.verify,
+        "blocks_checked": sum(worker["stats"]["blocks_checked"] for worker in workers),
+        "blocks_wrong": sum(worker["stats"]["blocks_wrong"] for worker in workers),
+    }
+    failure = state.first_failure
+    status = OK
+    if state.signal is not None:
+        status = INTERRUPTED
+    elif failure is not None or len(results) < len(plan.replicas):
+        status = FAILED
+    elif verification["blocks_wrong"]:
+        status = WRONG
+    return {
+        "format": 1,
+        "version": __version__,
+        "status": status,
+        "signal": None if state.signal is None else signal.Signals(state.signal).name,
+        "run_id": plan.run.run_id,
+        "run_dir": plan.run.run_dir,
+        "plan_digest": plan.digest,
+        "reproduce": reproduce,
+        "ready_s": state.ready_s,
+        "duration_s": duration_s,
+        "replicas": [_replica(result) for result in results],
+        "tiers": {"shm": _shm(plan, results)},
+        "verification": verification,
+        "failures": [asdict(failure) for failure in sorted(state.failures, key=lambda f: f.t)],
+    }
+
+
+def _replica(result: dict[str, Any]) -> dict[str, Any]:
+    stats = result["stats"]
+    hits = {"device": stats["hit_tokens_device"], "shm": stats["hit_tokens_shm"]}
+    return {
+        "data_parallel_index": result["data_parallel_index"],
+        "engine_id": result["engine_id"],
+        "requests": stats["requests"],
+        "rejected": stats["rejected"],
+        "skipped_lines": stats["skipped_lines"],
+        "prompt_tokens": stats["prompt_tokens"],
+        "output_tokens": stats["output_tokens"],
+        "hit_tokens": hits,
+        "steps": stats["steps"],
+        "duration_s": max(worker["duration_s"] for worker in result["workers"]),
+        "workers": result["workers"],
+    }
+
+
+def _shm(plan: Plan, results: list[dict[str, Any]]) -> dict[str, Any]:
+    latency = LatencyHistogram()
+    for result in results:
+        for worker in result["workers"]:
+            counts = worker["stats"]["load_latency"]["counts"]
+            latency.merge(LatencyHistogram({int(bucket): n for bucket, n in counts.items()}))
+
+    def primary(name: str) -> int:
+        return sum(result["primary"][name] for result in results)
+
+    def copied(name: str) -> int:
+        return sum(w["stats"][name] for result in results for w in result["workers"])
+
+    return {
+        "lookups": primary("lookups"),
+        "hits": primary("hits"),
+        "stores": primary("stored"),
+        "stored_bytes": copied("stored_bytes"),
+        "loaded_bytes": copied("loaded_bytes"),
+        "store_bytes_per_s": _rate(results, "stored"),
+        "load_bytes_per_s": _rate(results, "loaded"),
+        "load_latency_s": {f"p{p}": latency.percentile_s(p) for p in (50, 95, 99)},
+        "evictions": primary("evictions"),
+        "skipped_stores": primary("skipped_stores"),
+        "usage_bytes": sum(result["rows_used"] for result in results) * plan.region.row_bytes,
+        "capacity_bytes": plan.region.rows * plan.region.row_bytes * len(plan.replicas),
+        "errors": primary("errors"),
+    }
+
+
+def _rate(results: list[dict[str, Any]], what: str) -> float | None:
+    rates = []
+    for result in results:
+        stats = [worker["stats"] for worker in result["workers"]]
+        slowest_s = max(s[f"{what}_s"] for s in stats)
+        if slowest_s > 0:
+            rates.append(sum(s[f"{what}_bytes"] for s in stats) / slowest_s)
+    return sum(rates) if rates else None
+
+
+def invalid_report(run_id: str, problems: tuple[Problem, ...], reproduce: str) -> dict[str, Any]:
+    """What stands in `report.json` when nothing was started."""
+    return {
+        "format": 1,
+        "version": __version__,
+        "status": INVALID,
+        "run_id": run_id,
+        "reproduce": reproduce,
+        "problems": [
+            {"key": p.key, "value": str(p.value), "limit": p.limit, "fix": p.fix} for p in problems
+        ],
+    }
+
+
+def write_report(report: dict[str, Any], run_dir: Path) -> Path:
+    path = RunDir(run_dir).report
+    write_atomic(path, msgspec.json.format(msgspec.json.encode(report), indent=2))
+    return path

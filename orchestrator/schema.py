@@ -1,0 +1,181 @@
+"""The types and legal keys of the configuration. YAML under `conf/` gives the values.
+
+Each class is one Hydra config group. Nothing here checks a value (see `validate`), and nothing
+imports torch, so that `--help` and `--cfg` answer at once. Choices are plain strings: the
+validator reports them with a suggestion, all of them at once.
+
+A `*_size` in this file is a number of ranks; a size in bytes is text as people write it
+(`8GiB`), and the comment behind it says whether it is per rank, per replica or per node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import II, DictConfig, OmegaConf
+
+from orchestrator.model import ModelConf
+
+# OmegaConf 2.3 resolves `X | None` only on Python 3.10+, and Hydra's error texts quote the
+# annotation; Optional keeps both readable.
+# ruff: noqa: UP045
+
+
+@dataclass(frozen=True)
+class ParallelConf:
+    """Axes of the deployment. Workers of one replica = PP x PCP x TP; DCP divides TP."""
+
+    data_parallel_size: int = 2
+    pipeline_parallel_size: int = 1
+    prefill_context_parallel_size: int = 1
+    tensor_parallel_size: int = 2
+    decode_context_parallel_size: int = 1
+    nodes: int = II("spawn.nnodes")
+
+
+@dataclass(frozen=True)
+class ShmTierConf:
+    """The primary tier: the region itself."""
+
+    eviction: str = "lru"
+
+
+@dataclass(frozen=True)
+class StackConf:
+    """Settings of every tier, by name."""
+
+    shm: ShmTierConf = field(default_factory=ShmTierConf)
+
+
+@dataclass(frozen=True)
+class TiersConf:
+    """Which tiers stand under each other, nearest first."""
+
+    order: list[str] = field(default_factory=lambda: ["shm"])
+    stack: StackConf = field(default_factory=StackConf)
+
+
+@dataclass(frozen=True)
+class RegionConf:
+    """One shared mapping per replica and node."""
+
+    size: str = "256MiB"  # per replica and node
+    backing: str = "memfd"
+    persist_name: bool = False
+    blocks_per_chunk: int = 32
+    prefault: bool = True
+    huge_pages: str = "off"
+    numa: str = "auto"
+    pin: str = "auto"
+
+
+@dataclass(frozen=True)
+class WorkloadConf:
+    """Requests, and which replica takes which."""
+
+    kind: str = "multi_turn"
+    policy: str = "prefix_affinity"
+    requests: Optional[int] = None
+    salt: str = ""
+    path: Optional[str] = None
+    offset: int = 0
+    on_bad_line: str = "error"
+    tokens_per_s: float = 20000.0
+    max_imbalance: float = 1.5
+    seed: int = 0
+    conversations: Optional[int] = 24
+    turns: float = 4.0
+    system_prompts: int = 3
+    system_prompt_tokens: int = 1024
+    user_tokens: int = 192
+    output_tokens: int = 256
+    conversations_per_s: float = 1.0
+    think_s: float = 10.0
+    max_sequence_tokens: Optional[int] = None
+
+
+@dataclass(frozen=True)
+class EngineConf:
+    """The engine that drives the backends."""
+
+    kind: str = "reference"
+    device: str = "cpu"
+    tokens_per_block: int = 16  # one worker's block
+    tokens_per_hash: Optional[int] = None  # of the sequence; None: one logical block
+    device_cache_size: str = "64MiB"  # per rank
+    layout: str = "layers_first"
+    max_tokens_per_step: int = 8192
+    verify: str = "all"
+    copy_kernel: str = "auto"
+    copy_threads: int = 1
+
+
+@dataclass(frozen=True)
+class SpawnConf:
+    """How and where the workers start."""
+
+    kind: str = "torchrun"
+    scope: str = "replica"
+    nnodes: int = 1
+    node_rank: int = 0
+    devices_per_node: Optional[int] = None
+    devices: Optional[list[int]] = None
+    virtual_local_rank: bool = False
+    start_method: str = "auto"
+    rdzv_port: int = 0  # 0: the system picks a free one; else this port + data_parallel_index
+    start_timeout_s: float = 60.0
+    group_timeout_s: float = 60.0
+    stop_timeout_s: float = 3.0
+    on_failure: str = "stop"
+    check_machine: bool = True
+
+
+@dataclass(frozen=True)
+class CleanConf:
+    """`action=clean`: a dry run unless `apply` is set."""
+
+    apply: bool = False
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything `python launch.py` can be told."""
+
+    action: str = "run"
+    view: str = "auto"
+    parallel: ParallelConf = field(default_factory=ParallelConf)
+    tiers: TiersConf = field(default_factory=TiersConf)
+    region: RegionConf = field(default_factory=RegionConf)
+    model: ModelConf = field(default_factory=ModelConf)
+    workload: WorkloadConf = field(default_factory=WorkloadConf)
+    engine: EngineConf = field(default_factory=EngineConf)
+    spawn: SpawnConf = field(default_factory=SpawnConf)
+    clean: CleanConf = field(default_factory=CleanConf)
+
+
+def _thaw(node: DictConfig) -> DictConfig:
+    """OmegaConf marks nodes of frozen classes read-only, which overrides could not change."""
+    OmegaConf.set_readonly(node, None)
+    for key in node:
+        child = node._get_node(key)
+        if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
+            _thaw(child)
+    return node
+
+
+def register() -> None:
+    """Make the schema known to Hydra as `schema`, the first entry of the defaults list."""
+    ConfigStore.instance().store("schema", node=_thaw(OmegaConf.structured(Config)))
+
+
+def to_config(cfg: DictConfig) -> Config:
+    """The composed configuration as frozen dataclasses.
+
+    Raises omegaconf.errors.OmegaConfBaseException where a value is missing or an interpolation
+    cannot be resolved.
+    """
+    config: Any = OmegaConf.to_object(cfg)
+    assert isinstance(config, Config), type(config)
+    return config

@@ -1,0 +1,1 @@
+"""Starts the workers of a plan, and sees that nothing outlives the run."""

@@ -1,0 +1,133 @@
+"""The launcher's end of the zygote: start it, hear of agents' ends, stop them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from orchestrator.plan import Plan
+from orchestrator.rundir import RunDir
+
+# What a surrounding torchrun or scheduler may have left in the environment must not reach ours.
+_INHERITED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "ROLE_RANK")
+_INHERITED_PREFIXES = ("LOCAL_", "TORCHELASTIC_", "ROLE_WORLD", "GROUP_WORLD")
+
+
+def clean_environment(environment: dict[str, str]) -> dict[str, str]:
+    """Without inherited ranks and addresses, and with torch told not to touch CUDA when asked
+    whether there is any: a fork of a process that did could not use it."""
+    kept = {
+        name: value
+        for name, value in environment.items()
+        if name not in _INHERITED and not name.startswith(_INHERITED_PREFIXES)
+    }
+    here = str(Path(__file__).resolve().parents[2])
+    path = [here, *filter(None, [kept.get("PYTHONPATH")])]
+    return kept | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "PYTHONPATH": os.pathsep.join(path)}
+
+
+class TorchrunSpawner:
+    """One zygote, one agent per replica. Use as a context: leaving it leaves no process."""
+
+    def __init__(self, plan: Plan, environment: dict[str, str]) -> None:
+        self._plan = plan
+        self._environment = clean_environment(environment)
+        self._run_dir = RunDir(Path(plan.run.run_dir))
+        self._process: subprocess.Popen[bytes] | None = None
+        self._buffer = b""
+        self.running = {replica.data_parallel_index for replica in plan.replicas}
+        self.agents: dict[int, int] = {}
+
+    def __enter__(self) -> TorchrunSpawner:
+        for index in self.running:
+            self._run_dir.replica(index).make()
+        method = self._plan.settings.spawn.start_method
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        log = os.open(self._run_dir.zygote_log, flags, 0o600)
+        try:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "orchestrator.spawn.zygote"),
+                    *("--plan", str(self._run_dir.plan)),
+                    *("--run-id", self._plan.run.run_id),
+                    *("--launcher-pid", str(os.getpid())),
+                    *("--start-method", "fork" if method == "auto" else method),
+                    *("--replicas", ",".join(str(index) for index in sorted(self.running))),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=self._environment,
+                start_new_session=True,
+            )
+        finally:
+            os.close(log)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        process = self._process
+        if process is None:
+            return
+        assert process.stdin is not None
+        assert process.stdout is not None
+        # End of file on its input tells the zygote to kill all agents and to go.
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        try:
+            process.wait(timeout=5.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+    def poll(self, timeout_s: float) -> list[tuple[int, int]]:
+        """Replicas whose agent ended since the last call, with its exit code (-n: signal n)."""
+        process = self._process
+        assert process is not None
+        assert process.stdout is not None
+        ended: list[tuple[int, int]] = []
+        if not select.select([process.stdout], [], [], timeout_s)[0]:
+            return ended
+        data = os.read(process.stdout.fileno(), 65536)
+        if not data:
+            if self.running:
+                code = process.wait()
+                ended = [(index, code or 1) for index in sorted(self.running)]
+                self.running.clear()
+            else:
+                time.sleep(timeout_s)
+            return ended
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        for message in map(json.loads, lines):
+            if "pid" in message:
+                self.agents[message["replica"]] = message["pid"]
+            else:
+                self.running.discard(message["replica"])
+                ended.append((message["replica"], message["exit"]))
+        return ended
+
+    @property
+    def zygote_exit(self) -> int | None:
+        """Exit code of the zygote, None while it lives."""
+        return None if self._process is None else self._process.poll()
+
+    def stop(self) -> None:
+        """Ask all agents to end their workers."""
+        self._command(b"stop\n")
+
+    def kill(self) -> None:
+        """Kill all agents; their workers die with them."""
+        self._command(b"kill\n")
+
+    def _command(self, command: bytes) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(command)
+            self._process.stdin.flush()

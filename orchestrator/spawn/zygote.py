@@ -1,0 +1,150 @@
+"""A process that imports torch once and forks every replica's agent from itself.
+
+Importing torch takes seconds; forking takes milliseconds. The zygote never makes a CUDA context,
+starts no thread and no process group, so its forks are clean. It is driven by one line a command
+on standard input (`stop`, `kill`; end of file means that the launcher is gone) and answers one JSON
+object a line on standard output (`{"replica", "pid"}` and `{"replica", "exit"}`).
+
+When the launcher dies in any way, the zygote kills every agent, which takes their workers along,
+and removes named regions of this run: nothing outlives the launcher by more than an instant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import selectors
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from orchestrator.spawn.lifeline import die_with_parent
+
+
+class Zygote:
+    """Forks agents, passes signals on to them, tells of their ends."""
+
+    def __init__(self, plan_path: Path, start_method: str, replicas: list[int]) -> None:
+        self._plan_path = plan_path
+        self._start_method = start_method
+        self._waiting = replicas
+        self._agents: dict[int, int] = {}
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+
+    def run(self) -> None:
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, lambda *_: None)
+        selector = selectors.DefaultSelector()
+        selector.register(0, selectors.EVENT_READ)
+        selector.register(self._wake_read, selectors.EVENT_READ)
+        for replica in self._waiting:
+            self._fork_agent(replica)
+        while self._agents:
+            for key, _ in selector.select(timeout=0.5):
+                if key.fd == 0:
+                    self._obey(os.read(0, 4096))
+                else:
+                    woken = os.read(self._wake_read, 4096)
+                    if signal.SIGTERM in woken or signal.SIGINT in woken:
+                        self._signal_agents(signal.SIGKILL)
+            self._reap()
+
+    def _obey(self, commands: bytes) -> None:
+        if not commands:  # the launcher is gone
+            self._signal_agents(signal.SIGKILL)
+            while self._agents:
+                self._agents.pop(os.wait()[0], None)
+        elif b"kill" in commands:
+            self._signal_agents(signal.SIGKILL)
+        elif b"stop" in commands:
+            self._signal_agents(signal.SIGTERM)
+
+    def _signal_agents(self, signum: int) -> None:
+        for pid in self._agents:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signum)
+
+    def _reap(self) -> None:
+        while self._agents:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            replica = self._agents.pop(pid, None)
+            if replica is not None:
+                _say({"replica": replica, "exit": os.waitstatus_to_exitcode(status)})
+
+    def _fork_agent(self, replica: int) -> None:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                self._become_agent(parent, replica)
+                code = self._run_agent(replica)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        self._agents[pid] = replica
+        _say({"replica": replica, "pid": pid})
+
+    def _become_agent(self, parent: int, replica: int) -> None:
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, signal.SIG_DFL)
+        die_with_parent(parent)
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+        # The launcher's pipes must not be held open by anything but the zygote.
+        null = os.open(os.devnull, os.O_RDONLY)
+        log = self._plan_path.parent / "replicas" / f"dp{replica}" / "agent.log"
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+        os.dup2(null, 0)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+
+    def _run_agent(self, replica: int) -> int:
+        from orchestrator.plan import read_plan
+        from orchestrator.spawn.agent import run_agent
+
+        return run_agent(read_plan(self._plan_path), replica, self._start_method)
+
+
+def _say(message: dict[str, int]) -> None:
+    # The launcher may be gone; then there is nobody to tell, and end of file will say so.
+    with contextlib.suppress(BrokenPipeError):
+        os.write(1, json.dumps(message).encode() + b"\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--plan", type=Path, required=True)
+    parser.add_argument("--run-id", required=True)
+    parser.add_argument("--launcher-pid", type=int, required=True)
+    parser.add_argument("--start-method", choices=("fork", "spawn"), required=True)
+    parser.add_argument("--replicas", required=True, help="comma-separated data_parallel_index")
+    args = parser.parse_args()
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    die_with_parent(args.launcher_pid, signal.SIGTERM)
+
+    # Heavy imports happen here, once, before any fork.
+    import orchestrator.spawn.agent  # noqa: F401
+    from orchestrator.clean import remove_named_regions
+
+    replicas = [int(index) for index in args.replicas.split(",")]
+    try:
+        Zygote(args.plan, args.start_method, replicas).run()
+    finally:
+        remove_named_regions(args.run_id)
+
+
+if __name__ == "__main__":
+    main()

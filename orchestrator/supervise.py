@@ -1,0 +1,242 @@
+"""Watches a run from start to end: who is ready, who failed first, when to stop, when to kill."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+import msgspec
+
+from orchestrator.events import PHASES, EventTail
+from orchestrator.plan import Plan
+from orchestrator.rundir import RunDir
+
+POLL_S = 0.05
+KILL_WAIT_S = 1.5
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Spawner(Protocol):
+    """Starts and stops the agents of a plan's replicas. Entering starts, leaving leaves nothing."""
+
+    running: set[int]
+
+    @property
+    def zygote_exit(self) -> int | None: ...
+    def __enter__(self) -> Spawner: ...
+    def __exit__(self, *_: object) -> None: ...
+    def poll(self, timeout_s: float) -> list[tuple[int, int]]: ...
+    def stop(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+class View(Protocol):
+    """Shows a run while it goes on."""
+
+    def update(self, state: RunState) -> None: ...
+    def line(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The first thing that went wrong. `replica` and `rank` are None where it is nobody's."""
+
+    message: str
+    replica: int | None = None
+    rank: int | None = None
+    traceback: str = ""
+    log: str = ""
+    t: float = 0.0
+
+    def __str__(self) -> str:
+        who = "" if self.replica is None else f"replica {self.replica}"
+        who += "" if self.rank is None else f", rank {self.rank}"
+        lines = [f"{who}: {self.message}" if who else self.message]
+        if self.traceback:
+            lines.append(self.traceback.rstrip())
+        if self.log:
+            lines.append(f"log: {self.log}")
+        return "\n".join(lines)
+
+
+@dataclass(slots=True)
+class RunState:
+    """What is known of a run so far."""
+
+    phases: dict[tuple[int, int], str]
+    progress: dict[int, dict[str, Any]] = field(default_factory=dict)
+    ready_s: float | None = None
+    started_s: float = field(default_factory=time.monotonic)
+    failures: list[Failure] = field(default_factory=list)
+    ended: dict[int, int] = field(default_factory=dict)
+    signal: int | None = None
+
+    @property
+    def first_failure(self) -> Failure | None:
+        return min(self.failures, key=lambda failure: failure.t, default=None)
+
+
+class _Signals:
+    """Signals as a value to look at, not as an exception at any moment."""
+
+    def __init__(self) -> None:
+        self.caught: list[int] = []
+
+    def _catch(self, signum: int, _frame: FrameType | None) -> None:
+        self.caught.append(signum)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        before = {signum: signal.signal(signum, self._catch) for signum in SIGNALS}
+        try:
+            yield
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+
+class _Events:
+    """All event files of a run."""
+
+    def __init__(self, plan: Plan, run_dir: RunDir) -> None:
+        self._tails = {
+            (replica.data_parallel_index, worker.rank): EventTail(
+                run_dir.replica(replica.data_parallel_index).events(worker.rank)
+            )
+            for replica in plan.replicas
+            for worker in replica.workers
+        }
+
+    def read_into(self, state: RunState) -> None:
+        for who, tail in self._tails.items():
+            for event in tail.read():
+                if event["phase"] == "progress":
+                    state.progress[who[0]] = event
+                else:
+                    state.phases[who] = event["phase"]
+
+
+def supervise(plan: Plan, spawner: Spawner, view: View) -> RunState:
+    """Run to the end, whatever the end is. Signals are caught here and told in the state.
+
+    After this no process of the run is left.
+    """
+    run_dir = RunDir(Path(plan.run.run_dir))
+    settings = plan.settings.spawn
+    signals = _Signals()
+    state = RunState(
+        phases={
+            (replica.data_parallel_index, worker.rank): "not started"
+            for replica in plan.replicas
+            for worker in replica.workers
+        }
+    )
+    events = _Events(plan, run_dir)
+    with signals.held(), spawner:
+        while spawner.running:
+            ended = spawner.poll(POLL_S)
+            events.read_into(state)
+            _note_ready(state)
+            for index, code in ended:
+                state.ended[index] = code
+                if code != 0:
+                    state.failures.append(_failure(run_dir, index, code, spawner.zygote_exit))
+            view.update(state)
+            if signals.caught:
+                state.signal = signals.caught[0]
+                name = signal.Signals(state.signal).name
+                view.line(f"{name}: stopping all workers (again: kill them)")
+                break
+            if state.failures and settings.on_failure == "stop":
+                break
+            if state.ready_s is None and time.monotonic() - state.started_s > (
+                settings.start_timeout_s
+            ):
+                state.failures.append(_start_timeout(plan, state))
+                break
+        _end(spawner, settings.stop_timeout_s, signals, state)
+        events.read_into(state)
+        view.update(state)
+    return state
+
+
+def _note_ready(state: RunState) -> None:
+    if state.ready_s is None and all(
+        PHASES.index(phase) >= PHASES.index("ready") if phase in PHASES else False
+        for phase in state.phases.values()
+    ):
+        state.ready_s = time.monotonic() - state.started_s
+
+
+def _end(spawner: Spawner, stop_timeout_s: float, signals: _Signals, state: RunState) -> None:
+    """Terminate, wait, kill. A second signal shortens the wait."""
+    if not spawner.running:
+        return
+    asked = len(signals.caught)
+    spawner.stop()
+    until_s = time.monotonic() + stop_timeout_s
+    while spawner.running and time.monotonic() < until_s and len(signals.caught) == asked:
+        for index, code in spawner.poll(POLL_S):
+            state.ended.setdefault(index, code)
+    if spawner.running:
+        spawner.kill()
+        until_s = time.monotonic() + KILL_WAIT_S
+        while spawner.running and time.monotonic() < until_s:
+            for index, code in spawner.poll(POLL_S):
+                state.ended.setdefault(index, code)
+
+
+def _failure(run_dir: RunDir, index: int, code: int, zygote_exit: int | None) -> Failure:
+    directory = run_dir.replica(index)
+    try:
+        told = msgspec.json.decode(directory.failure.read_bytes())
+    except (OSError, msgspec.DecodeError):
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        if zygote_exit not in (None, 0):
+            return Failure(
+                f"the launcher process that holds all agents ended: {how}",
+                log=str(run_dir.zygote_log),
+                t=time.time(),
+            )
+        return Failure(
+            f"its torchrun agent ended: {how}",
+            replica=index,
+            log=str(directory.agent_log),
+            t=time.time(),
+        )
+    exit_code = told["exit_code"]
+    message = told["message"]
+    if exit_code < 0:
+        message = f"killed by {signal.Signals(-exit_code).name}"
+    return Failure(
+        message,
+        replica=index,
+        rank=told["rank"],
+        traceback=told["traceback"],
+        log=told["log"],
+        t=told["t"],
+    )
+
+
+def _start_timeout(plan: Plan, state: RunState) -> Failure:
+    missing = [who for who, phase in state.phases.items() if phase != "ready"]
+    named = ", ".join(
+        f"replica {index} rank {rank} ({state.phases[index, rank]})" for index, rank in missing[:8]
+    )
+    more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+    index = missing[0][0]
+    log = RunDir(Path(plan.run.run_dir)).replica(index)
+    return Failure(
+        f"start-up did not end within spawn.start_timeout_s = "
+        f"{plan.settings.spawn.start_timeout_s:g} s; {len(missing)} of {len(state.phases)} workers "
+        f"are missing: {named}{more}. Raise spawn.start_timeout_s if the machine is slow",
+        replica=index,
+        log=str(log.agent_log),
+        t=time.time(),
+    )

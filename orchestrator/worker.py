@@ -1,0 +1,183 @@
+"""What a spawned process runs: find out who I am, map the region, serve, tell what was counted.
+
+Started by an agent (`worker_main`), as a thread (`run_worker`), or by hand for one replica:
+
+    torchrun --nproc-per-node=2 ... -m orchestrator.worker --plan RUN_DIR/plan.json --replica 0
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from backends.machine import host_identity
+from backends.region.region import Region
+from orchestrator.engine.replica import Leader, follow, step_codec
+from orchestrator.engine.runner import WorkerRunner
+from orchestrator.events import EventWriter
+from orchestrator.groups import Group, Identity, TorchGroup, assert_planned, find_identity
+from orchestrator.plan import Plan, WorkerPlan, read_plan, write_atomic
+from orchestrator.regions import open_region
+from orchestrator.rundir import ReplicaDir, RunDir
+from orchestrator.spawn.lifeline import die_with_parent
+from orchestrator.workload.source import stream_for_replica
+from orchestrator.workloads import workload_spec
+
+
+@record
+def worker_main(plan_path: str, index: int, digest: str | None, agent_pid: int | None) -> None:
+    """One worker process under a torchrun agent. `agent_pid` is None where nobody watches."""
+    if agent_pid is not None:
+        die_with_parent(agent_pid)
+    plan = read_plan(Path(plan_path), expected_digest=digest)
+    directory = RunDir(Path(plan.run.run_dir)).replica(index)
+    directory.make()
+    # Only what torchrun itself sets is read here, to find the file to write to before there is a
+    # process group; who this worker is comes from the group.
+    rank = int(os.environ["RANK"])
+    with contextlib.closing(EventWriter(directory.events(rank))) as events:
+        events.write("started", pid=os.getpid())
+        if plan.topology.nnodes == 1:
+            # The name of a host need not resolve to an address that works; loopback always does.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        torch.set_num_threads(1)
+        group = TorchGroup(plan.settings.spawn.group_timeout_s)
+        events.write("group")
+        run_worker(plan, index, group, directory, events)
+        group.close()
+
+
+def run_worker(
+    plan: Plan, index: int, group: Group, directory: ReplicaDir, events: EventWriter
+) -> None:
+    """Serve one replica's share of the workload as one of its workers."""
+    host = host_identity()
+    identity = find_identity(group, host)
+    planned = assert_planned(identity, group.size, plan, index)
+    with _region(plan, index, group, identity, host) as region:
+        events.write("region", local_rank=identity.local_rank, slot=planned.slot)
+        prefault_s = _prefault(plan, region, identity)
+        runner = _runner(plan, index, identity, planned, region)
+        try:
+            group.all_gather_json(None)  # nobody serves before everybody can
+            events.write("ready")
+            started_s = time.monotonic()
+            leader = _serve(plan, index, group, identity, runner, region, events)
+            answer = {
+                "rank": identity.rank,
+                "pid": os.getpid(),
+                "local_rank": identity.local_rank,
+                "slot": planned.slot,
+                "device": planned.device,
+                "duration_s": time.monotonic() - started_s,
+                "prefault_s": prefault_s,
+                "copy_kernel": runner.copy_kernel,
+                "region": region.report(),
+                "stats": asdict(runner.stats),
+            }
+            answers = group.all_gather_json(answer)
+            if leader is not None:
+                leader.finish()
+                _write_result(directory, plan, index, leader, answers)
+                leader.close()
+        finally:
+            runner.close()
+    events.write("done")
+
+
+@contextlib.contextmanager
+def _region(
+    plan: Plan, index: int, group: Group, identity: Identity, host: str
+) -> Iterator[Region]:
+    region = open_region(group, identity, host, plan.region_spec(index))
+    try:
+        yield region
+    finally:
+        region.close()
+
+
+def _prefault(plan: Plan, region: Region, identity: Identity) -> float:
+    if not plan.settings.region.prefault:
+        return 0.0
+    return region.prefault(identity.local_rank).seconds
+
+
+def _runner(
+    plan: Plan, index: int, identity: Identity, planned: WorkerPlan, region: Region
+) -> WorkerRunner:
+    engine = plan.settings.engine
+    device = torch.device("cpu")
+    if planned.device == "cuda":
+        # With a virtual local rank the worker sees its own device alone, as number 0.
+        virtual = plan.settings.spawn.virtual_local_rank
+        device = torch.device("cuda", 0 if virtual else planned.device_index)
+        torch.cuda.set_device(device)
+    return WorkerRunner(
+        plan.offload_config(index, identity.rank),
+        region,
+        device,
+        device_blocks=plan.device_blocks,
+        verify=engine.verify,
+        copy_threads=engine.copy_threads,
+        copy_kernel=engine.copy_kernel,
+    )
+
+
+def _serve(
+    plan: Plan,
+    index: int,
+    group: Group,
+    identity: Identity,
+    runner: WorkerRunner,
+    region: Region,
+    events: EventWriter,
+) -> Leader | None:
+    if not identity.leader:
+        follow(runner, step_codec(plan), group)
+        return None
+
+    def progress(fields: dict[str, Any]) -> None:
+        events.write("progress", **fields)
+
+    leader = Leader(plan, runner, region, group, progress)
+    spec = workload_spec(plan.settings.workload, plan.cache)
+    stream = stream_for_replica(spec, plan.topology.data_parallel_size, index)
+    leader.serve(stream)
+    leader.stats.skipped_lines = stream.skipped
+    return leader
+
+
+def _write_result(
+    directory: ReplicaDir, plan: Plan, index: int, leader: Leader, workers: list[dict[str, Any]]
+) -> None:
+    result = {
+        "data_parallel_index": index,
+        "engine_id": plan.replicas[index].engine_id,
+        "stats": asdict(leader.stats),
+        "primary": asdict(leader.index.counters),
+        "rows_used": leader.index.rows_used,
+        "workers": workers,
+    }
+    write_atomic(directory.result, msgspec.json.encode(result))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
+    parser.add_argument("--plan", required=True, help="path of plan.json")
+    parser.add_argument("--replica", type=int, required=True, help="data_parallel_index")
+    args = parser.parse_args()
+    worker_main(args.plan, args.replica, None, None)
+
+
+if __name__ == "__main__":
+    main()
