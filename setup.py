@@ -1,4 +1,4 @@
-"""Builds the compiled copy kernel where there is a C compiler; everything else is in pyproject.toml.
+"""Builds the compiled copy kernel where there is a C compiler; pyproject.toml has all the rest.
 
 The kernel is optional: without it the package installs and works, and copies report `numpy`.
 """

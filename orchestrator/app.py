@@ -16,6 +16,7 @@ from rich.console import Console
 from backends.errors import KvquayError
 from orchestrator import report as reports
 from orchestrator.clean import clean, remove_named_regions
+from orchestrator.model import expand_model
 from orchestrator.plan import Plan, RunInfo, make_plan, write_plan
 from orchestrator.problems import ConfigProblems
 from orchestrator.render import print_plan, print_report
@@ -57,6 +58,8 @@ def run(cfg: DictConfig, job: Job, console: Console, errors: Console) -> Outcome
     try:
         config = _absolute(to_config(cfg))
         checked = validate(config, job.run_dir)
+        # What a config.json said stands in the plan itself, so that the file may go.
+        config = replace(config, model=expand_model(config.model))
         if config.action == "clean":
             clean(console, apply=config.clean.apply)
             return Outcome(EXIT_OK)

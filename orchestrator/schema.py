@@ -91,8 +91,8 @@ class WorkloadConf:
     system_prompt_tokens: int = 1024
     user_tokens: int = 192
     output_tokens: int = 256
-    conversations_per_s: float = 1.0
-    think_s: float = 10.0
+    conversations_per_s: float = 4.0
+    think_s: float = 2.0
     max_sequence_tokens: Optional[int] = None
 
 

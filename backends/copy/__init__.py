@@ -7,5 +7,6 @@ from __future__ import annotations
 
 from backends.copy.copier import GroupCopier
 from backends.copy.handle import CopyHandle, CopyStats
+from backends.copy.kernels import available_kernels
 
-__all__ = ["CopyHandle", "CopyStats", "GroupCopier"]
+__all__ = ["CopyHandle", "CopyStats", "GroupCopier", "available_kernels"]

@@ -32,7 +32,7 @@ class _CudaHandle:
         self._bytes, self._chunks = moved_bytes, chunks
 
     def done(self) -> bool:
-        return bool(self._end.query())
+        return bool(self._end.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> CopyStats:
         self._end.synchronize()
@@ -63,7 +63,7 @@ class CudaEngine:
                 f"copy kernel {kernel!r} is not available for tensors on {self._device}, expected "
                 f"'auto' or {self.kernel!r}"
             )
-        self._stream = torch.cuda.Stream(self._device)
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
             self._staging: StagingBuffer | None = StagingBuffer(
                 tensors, blocks, blocks_per_chunk, self._capacity_chunks
@@ -73,8 +73,8 @@ class CudaEngine:
         return self.submit(batch).wait()
 
     def submit(self, batch: Batch) -> CopyHandle:
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         computed = torch.cuda.current_stream(self._device).record_event()
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(computed)

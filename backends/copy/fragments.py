@@ -135,16 +135,19 @@ def _check_no_overlap(fragments: Sequence[Fragment], num_blocks: int) -> None:
 
 
 def _check_interleaving(cluster: Sequence[Fragment], num_blocks: int) -> None:
-    period = cluster[0].block_stride_bytes
-    if num_blocks == 1 and len(cluster) == 1:
-        return
     origin = cluster[0].address
-    spans = sorted(((f.address - origin) % period if period else 0, f.nbytes) for f in cluster)
-    ends = [start + nbytes for start, nbytes in spans]
-    starts = [start for start, _ in spans[1:]] + [period]
-    if any(f.block_stride_bytes != period for f in cluster) or any(
-        end > start for end, start in zip(ends, starts, strict=True)
-    ):
+    if num_blocks == 1:
+        apart = len(cluster) == 1
+    else:
+        period = cluster[0].block_stride_bytes
+        # max() only keeps an expanded tensor (stride 0) from dividing by zero; it is refused below.
+        spans = sorted(((f.address - origin) % max(period, 1), f.nbytes) for f in cluster)
+        next_starts = [start for start, _ in spans[1:]] + [period]
+        apart = all(f.block_stride_bytes == period for f in cluster) and all(
+            start + nbytes <= next_start
+            for (start, nbytes), next_start in zip(spans, next_starts, strict=True)
+        )
+    if not apart:
         raise CopyError(
             f"{len(cluster)} fragments near address {origin:#x} overlap each other or their own "
             "next block; pass each tensor once, without expanded or overlapping dimensions"

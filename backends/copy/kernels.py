@@ -146,4 +146,4 @@ def _bytes_at(address: int, shape: tuple[int, ...], strides: tuple[int, ...]) ->
         return np.empty(shape, np.uint8)
     extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     memory = (ctypes.c_ubyte * extent).from_address(address)
-    return as_strided(np.frombuffer(memory, np.uint8), shape, strides)
+    return as_strided(np.ctypeslib.as_array(memory), shape, strides)

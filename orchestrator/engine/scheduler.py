@@ -139,7 +139,9 @@ class _RequestWork(Iterator[ChunkWork]):
             present = self._index.rows_of(key)
             if present is not None:
                 rows = present
-            elif self._storing:
+            elif not self._storing:
+                self._index.counters.skipped_stores += 1
+            else:
                 new = self._index.prepare_store(key, self._pinned)
                 self._storing = store = new is not None
                 rows = new or rows

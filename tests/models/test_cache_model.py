@@ -75,10 +75,10 @@ def test_the_end_of_a_sequence_is_reused_before_its_beginning() -> None:
 
 
 def test_blocks_without_content_are_reused_first() -> None:
-    cache = model(device=4, rows=0)
+    cache = model(device=3, rows=0)
     ask(cache, "aaaabbbb")
-    ask(cache, "cc")  # a partial block; it goes to the head, before the fourth block
-    ask(cache, "dd")
+    ask(cache, "cc")  # the third block, partial: it goes to the head of the free list
+    ask(cache, "dd")  # and is taken again, before those of aaaa and bbbb
     assert len(cache.hash_of_block) == 2
     assert ask(cache, "aaaabbbbc").hit_tokens_device == 8
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backends.layout import Finding
 from orchestrator.hf_config import (
     MAX_CONFIG_BYTES,
     HfConfigError,
@@ -362,11 +363,15 @@ FIELDS = sorted(
 
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=6))
 def test_any_json_gives_a_geometry_or_findings_and_nothing_else(changes: dict[str, Any]) -> None:
+    findings: tuple[Finding, ...] = ()
+    read = None
     try:
         read = geometry(LLAMA | changes)
     except HfConfigError as error:
-        assert error.findings
-        assert all(finding.limit and finding.fix for finding in error.findings)
+        findings = error.findings
+    if read is None:
+        assert findings
+        assert all(finding.limit and finding.fix for finding in findings)
     else:
         assert min(read.num_layers, read.kv_heads, read.head_size) >= 1
         assert set(read.sliding_layers) <= set(range(read.num_layers))

@@ -91,6 +91,16 @@ def test_without_groups_all_layers_are_one_group_of_the_models_kind() -> None:
     assert resolve_model(left_out) == resolve_model(LATENT)
 
 
+def test_one_value_of_one_group_can_be_overridden() -> None:
+    values = OmegaConf.load(ROOT / "conf" / "model" / "gpt_oss_20b.yaml")
+    composed = OmegaConf.merge(OmegaConf.structured(ModelConf), values)
+    OmegaConf.set_readonly(composed, None)  # as the schema thaws the class itself
+    OmegaConf.update(composed, "groups.0.sliding_window", 64)
+    conf = OmegaConf.to_object(composed)
+    assert isinstance(conf, ModelConf)
+    assert resolve_model(conf)[1][0].sliding_window == 64
+
+
 def test_groups_take_what_they_leave_out_from_the_model() -> None:
     conf = grouped(
         KvGroupConf(kind="sliding_window", layers=[2, 0]),
@@ -157,6 +167,15 @@ ALL = [0, 1, 2, 3]
         (
             grouped(KvGroupConf(name="a", layers=ALL), KvGroupConf(name="b", layers=[1])),
             "groups[1].layers",
+            "in model.groups[0] too",
+        ),
+        (
+            grouped(
+                KvGroupConf(name="a", layers=ALL),
+                KvGroupConf(name="b", layers=[1]),
+                KvGroupConf(name="c", layers=[1]),
+            ),
+            "groups[2].layers",
             "in model.groups[0] too",
         ),
         (

@@ -104,6 +104,17 @@ def test_the_expansion_cache_never_changes_a_hash(
     assert read(path, 64, cached_hashes=1 << 18) == read(path, 64, cached_hashes=1)
 
 
+def test_the_expansion_cache_is_bounded(tmp_path: Path) -> None:
+    path = write(tmp_path, *(line(length=512, ids=[n]) for n in range(400)))
+    reader = MooncakeReader(path, tokens_per_hash=1, cached_hashes=4 * 512)
+    tracemalloc.start()
+    made = sum(len(request.hashes) for request in reader)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert made == 400 * 512
+    assert peak_bytes < 1 << 20  # all 204,800 hashes would take 16 MB
+
+
 def test_offset_and_limit_choose_good_lines_and_time_starts_at_the_first(tmp_path: Path) -> None:
     path = write(tmp_path, "{", *(line(1000 * n, 512 + n) for n in range(6)), "[]")
     found = read(path, offset=2, requests=3, on_bad_line="skip")
@@ -223,7 +234,7 @@ def test_time_that_goes_backwards_is_a_bad_line(tmp_path: Path) -> None:
 
 
 def test_extra_fields_and_line_ends_of_other_systems_are_accepted(tmp_path: Path) -> None:
-    extra = json.dumps({**GOOD, "session": {"id": [1, None]}, "note": "é"})
+    extra = json.dumps({**GOOD, "chat": {"id": [1, None]}, "note": "é"})
     path = write(tmp_path, extra.encode() + b"\r\n", extra.encode())
     assert len(read(path)) == 2
 
