@@ -16,10 +16,10 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from orchestrator import app
+from orchestrator.compose import register
 from orchestrator.overrides import check_overrides
 from orchestrator.problems import ConfigProblems
 from orchestrator.rundir import new_run_id
-from orchestrator.schema import register
 from orchestrator.sweep import Sweep
 
 FILE_WIDTH = 200

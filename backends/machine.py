@@ -7,6 +7,7 @@ Nothing is cached: each call answers for now.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import resource
@@ -109,10 +110,16 @@ def open_files_limit() -> int:
 def numa_nodes(sys_root: Path = SYS) -> tuple[NumaNode, ...]:
     """Nodes that have memory, by number. Empty where the kernel tells of none."""
     nodes = []
-    for directory in (sys_root / "devices/system/node").glob("node[0-9]*"):
-        number = directory.name.removeprefix("node")
-        if not number.isdigit():
+    root = sys_root / "devices/system/node"
+    try:
+        names = os.listdir(root)
+    except FileNotFoundError:
+        return ()
+    for name in names:
+        number = name.removeprefix("node")
+        if not (name.startswith("node") and number.isdigit()):
             continue
+        directory = root / name
         values = _key_values(directory / "meminfo", prefix=f"Node {number} ")
         total = values.get("MemTotal", 0) * 1024
         if not total:
@@ -218,9 +225,16 @@ def cuda_device_count(proc_root: Path = PROC, dev_root: Path = DEV) -> int:
 
 
 def _text(path: Path) -> str:
+    """Contents, "" where there are none to be had.
+
+    Being out of descriptors or memory says nothing about the machine, so that is raised: a fact
+    must not turn into another one because it could not be read.
+    """
     try:
         return path.read_text(errors="replace")
-    except OSError:
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise
         return ""
 
 

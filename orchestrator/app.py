@@ -16,11 +16,12 @@ from rich.console import Console
 from backends.errors import KvquayError
 from orchestrator import report as reports
 from orchestrator.clean import clean, remove_named_regions
+from orchestrator.compose import to_config
 from orchestrator.model import expand_model
 from orchestrator.plan import Plan, RunInfo, make_plan, write_plan
 from orchestrator.problems import ConfigProblems
 from orchestrator.render import print_plan, print_report
-from orchestrator.schema import Config, to_config
+from orchestrator.schema import Config
 from orchestrator.spawn.torchrun import TorchrunSpawner
 from orchestrator.supervise import RunState, Spawner, supervise
 from orchestrator.validate import validate

@@ -78,7 +78,9 @@ def check_overrides(argv: Sequence[str], conf: Path) -> list[Problem]:
         except HydraException as error:
             reason = " ".join(str(error).split())
             problems.append(
-                Problem(text, None, f"cannot be read: {reason}", "write KEY=VALUE, quote it if need be")
+                Problem(
+                    text, None, f"cannot be read: {reason}", "write KEY=VALUE, quote it if need be"
+                )
             )
             continue
         key = override.key_or_group
@@ -159,7 +161,5 @@ def _check_values(key: str, hint: Any, override: Override) -> list[Problem]:
             continue
         kinds, expected = _SCALARS[hint]
         if not isinstance(value, kinds) or (isinstance(value, bool) and hint is not bool):
-            problems.append(
-                Problem(key, text, f"must be {expected}", f"set {key} to {expected}")
-            )
+            problems.append(Problem(key, text, f"must be {expected}", f"set {key} to {expected}"))
     return problems

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from backends.errors import KvquayError
 from backends.layout import geometry_digest, slot_bytes, worker_groups
 from backends.region.spec import RegionSpec, rows_for_size
 from orchestrator import __version__
-from orchestrator.schema import Config
+from orchestrator.schema import CleanConf, Config
 from orchestrator.topology import Placement, Topology
 from orchestrator.units import parse_size
 
@@ -223,6 +224,8 @@ def make_plan(
         _parallel_config(topology, topology.placement(0, 0)),
         config.engine.layout,
     )
+    # Replicas differ by their node and their devices alone; large plans are made fast this way.
+    first = tuple(topology.replica(0))
     plan = Plan(
         format=PLAN_FORMAT,
         version=__version__,
@@ -250,7 +253,7 @@ def make_plan(
         ),
         device_blocks=shape.device_blocks,
         replicas=tuple(
-            _replica_plan(config, topology, run, index, region.nbytes, shape)
+            _replica_plan(config, topology, run, index, region.nbytes, shape, first)
             for index in range(topology.data_parallel_size)
         ),
         settings=config,
@@ -265,22 +268,24 @@ def _replica_plan(
     index: int,
     region_bytes: int,
     shape: Geometry,
+    placements: tuple[Placement, ...],
 ) -> ReplicaPlan:
+    """`placements` are those of replica 0, which stands on node 0."""
     engine_id = f"{run.run_id}_dp{index}"
-    first = topology.first_node(index)
+    rank_local = index % topology.data_parallel_size_local
+    first_node = topology.first_node(index)
+    first_device = rank_local * topology.local_world_size
     endpoint, local = _rendezvous(config, topology, index)
     prefix = "memfd:" if config.region.backing == "memfd" else "/dev/shm/"
     workers = []
-    for placement in topology.replica(index):
-        device_index = (
-            placement.data_parallel_rank_local * topology.local_world_size + placement.local_rank
-        )
+    for placement in placements:
+        device_index = first_device + placement.local_rank
         if config.spawn.devices is not None:
             device_index = config.spawn.devices[device_index]
         workers.append(
             WorkerPlan(
                 rank=placement.rank,
-                node_rank=placement.node_rank,
+                node_rank=first_node + placement.node_rank,
                 pp_rank=placement.pp_rank,
                 pcp_rank=placement.pcp_rank,
                 tp_rank=placement.tp_rank,
@@ -294,9 +299,9 @@ def _replica_plan(
         )
     return ReplicaPlan(
         data_parallel_index=index,
-        data_parallel_rank_local=index % topology.data_parallel_size_local,
+        data_parallel_rank_local=rank_local,
         engine_id=engine_id,
-        node_ranks=tuple(range(first, first + topology.nodes_per_replica)),
+        node_ranks=tuple(range(first_node, first_node + topology.nodes_per_replica)),
         region_name=f"{prefix}kvquay_{engine_id}",
         region_bytes=region_bytes,
         directory=f"replicas/dp{index}",
@@ -306,7 +311,7 @@ def _replica_plan(
             f"--nproc-per-node={topology.local_world_size} --rdzv-backend=c10d "
             f"--rdzv-endpoint={endpoint} --rdzv-id={engine_id} {local}"
             f"{'--virtual-local-rank ' if config.spawn.virtual_local_rank else ''}"
-            f"-m orchestrator.worker --plan {run.run_dir}/plan.json --replica {index}"
+            f"-m orchestrator.worker --plan {_plan_argument(run)} --replica {index}"
         ),
         workers=tuple(workers),
     )
@@ -324,12 +329,34 @@ def _rendezvous(config: Config, topology: Topology, index: int) -> tuple[str, st
     return f"node{topology.first_node(index)}:{port or DEFAULT_RDZV_PORT}", ""
 
 
+def _plan_argument(run: RunInfo) -> str:
+    """Where a run's plan lies, as it is typed in a shell."""
+    return shlex.quote(f"{run.run_dir}/plan.json")
+
+
 def plan_digest(plan: Plan) -> str:
-    """SHA-256 (hex) of the plan without what only names the run."""
-    nameless = replace(plan, digest="", run=RunInfo("", "", 0.0))
-    text = msgspec.json.encode(nameless, order="deterministic").decode()
-    text = text.replace(plan.run.run_dir, "<run_dir>").replace(plan.run.run_id, "<run_id>")
-    return hashlib.sha256(text.encode()).hexdigest()
+    """SHA-256 (hex) of the plan without what only names the run or only says what to do with it.
+
+    A run has the digest that `action=plan` told of the same configuration.
+    """
+    nameless = replace(
+        plan,
+        digest="",
+        run=RunInfo("", "", 0.0),
+        replicas=tuple(_nameless(replica, plan.run) for replica in plan.replicas),
+        settings=replace(plan.settings, action="", view="", clean=CleanConf()),
+    )
+    return hashlib.sha256(msgspec.json.encode(nameless, order="deterministic")).hexdigest()
+
+
+def _nameless(replica: ReplicaPlan, run: RunInfo) -> ReplicaPlan:
+    command = replica.command.replace(_plan_argument(run), "<plan>")
+    return replace(
+        replica,
+        engine_id=replica.engine_id.replace(run.run_id, "<run_id>"),
+        region_name=replica.region_name.replace(run.run_id, "<run_id>"),
+        command=command.replace(run.run_id, "<run_id>"),
+    )
 
 
 def write_atomic(path: Path, data: bytes) -> None:

@@ -1,7 +1,7 @@
 """The types and legal keys of the configuration. YAML under `conf/` gives the values.
 
 Each class is one Hydra config group. Nothing here checks a value (see `validate`), and nothing
-imports torch, so that `--help` and `--cfg` answer at once. Choices are plain strings: the
+imports Hydra (see `compose`) or torch: workers read these types back from a plan. Choices are plain strings: the
 validator reports them with a suggestion, all of them at once.
 
 A `*_size` in this file is a number of ranks; a size in bytes is text as people write it
@@ -11,10 +11,7 @@ A `*_size` in this file is a number of ranks; a size in bytes is text as people 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Optional
-
-from hydra.core.config_store import ConfigStore
-from omegaconf import II, DictConfig, OmegaConf
+from typing import Optional
 
 from orchestrator.model import ModelConf
 
@@ -32,7 +29,7 @@ class ParallelConf:
     prefill_context_parallel_size: int = 1
     tensor_parallel_size: int = 2
     decode_context_parallel_size: int = 1
-    nodes: int = II("spawn.nnodes")
+    nodes: int = "${spawn.nnodes}"  # type: ignore[assignment]  # an interpolation
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,7 @@ class EngineConf:
     device: str = "cpu"
     tokens_per_block: int = 16  # one worker's block
     tokens_per_hash: Optional[int] = None  # of the sequence; None: one logical block
-    device_cache_size: str = "64MiB"  # per rank
+    device_cache_size: str = "32MiB"  # per rank
     layout: str = "layers_first"
     max_tokens_per_step: int = 8192
     verify: str = "all"
@@ -153,29 +150,3 @@ class Config:
     engine: EngineConf = field(default_factory=EngineConf)
     spawn: SpawnConf = field(default_factory=SpawnConf)
     clean: CleanConf = field(default_factory=CleanConf)
-
-
-def _thaw(node: DictConfig) -> DictConfig:
-    """OmegaConf marks nodes of frozen classes read-only, which overrides could not change."""
-    OmegaConf.set_readonly(node, None)
-    for key in node:
-        child = node._get_node(key)
-        if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
-            _thaw(child)
-    return node
-
-
-def register() -> None:
-    """Make the schema known to Hydra as `schema`, the first entry of the defaults list."""
-    ConfigStore.instance().store("schema", node=_thaw(OmegaConf.structured(Config)))
-
-
-def to_config(cfg: DictConfig) -> Config:
-    """The composed configuration as frozen dataclasses.
-
-    Raises omegaconf.errors.OmegaConfBaseException where a value is missing or an interpolation
-    cannot be resolved.
-    """
-    config: Any = OmegaConf.to_object(cfg)
-    assert isinstance(config, Config), type(config)
-    return config

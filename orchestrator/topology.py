@@ -122,7 +122,8 @@ def check_topology(
                 "parallel.decode_context_parallel_size",
                 dcp_size,
                 f"must divide parallel.tensor_parallel_size = {tp_size}",
-                "choose one of " + ", ".join(str(d) for d in range(1, tp_size + 1) if not tp_size % d),
+                "choose one of "
+                + ", ".join(str(d) for d in range(1, tp_size + 1) if not tp_size % d),
             )
         )
     if data_parallel_size % nnodes and nnodes % data_parallel_size:

@@ -292,7 +292,9 @@ def _run_dir(run_dir: Path) -> Iterator[Problem]:
         room = os.statvfs(run_dir)
     except OSError as error:
         reason = f"cannot be written: {error.strerror}"
-        yield Problem("hydra.run.dir", str(run_dir), reason, "choose another with hydra.run.dir=PATH")
+        yield Problem(
+            "hydra.run.dir", str(run_dir), reason, "choose another with hydra.run.dir=PATH"
+        )
         return
     free = room.f_bavail * room.f_frsize
     if free < RUN_DIR_BYTES:

@@ -8,9 +8,10 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
+from orchestrator.compose import register, to_config
 from orchestrator.plan import Plan, RunInfo, make_plan, write_plan
 from orchestrator.rundir import new_run_id
-from orchestrator.schema import Config, register, to_config
+from orchestrator.schema import Config
 from orchestrator.validate import validate
 
 REPO = Path(__file__).resolve().parents[1]

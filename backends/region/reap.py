@@ -9,6 +9,7 @@ are never followed. Removing a name takes no memory from a process that has mapp
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import stat
@@ -20,6 +21,9 @@ from backends.errors import RegionError
 from backends.region import header as region_header
 from backends.region.claim import describe_process
 from backends.region.spec import HEADER_BYTES, NAME_PREFIX, SHM_DIRECTORY
+
+# A name that is another file at every look is somebody's game; it then counts as not to be opened.
+_LOOKS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +95,22 @@ def reap(files: Sequence[RegionFile], *, apply: bool) -> list[ReapResult]:
 
 
 def inspect(path: str) -> RegionFile | None:
-    """Look at one name without following links or waiting; None if nothing has it."""
-    try:
-        status = os.lstat(path)
-    except FileNotFoundError:
-        return None
-    kind = _kind(status)
-    lock, header = "unknown", None
-    if kind == "file":
-        with contextlib.suppress(OSError), _opened(path) as fd:
-            if _same_file(os.fstat(fd), status):
-                lock = "free" if try_lock(fd, fcntl.LOCK_SH) else "held"
-                header = _header(fd, path)
+    """Look at one name without following links or waiting; None if nothing has it.
+
+    Raises OSError where the system refuses to tell.
+    """
+    lock: str = "unknown"
+    header: region_header.RegionHeader | None = None
+    for _ in range(_LOOKS):
+        try:
+            status = os.lstat(path)
+            kind = _kind(status)
+            seen = _look_inside(path, status) if kind == "file" else ("unknown", None)
+        except FileNotFoundError:
+            return None
+        if seen is not None:
+            lock, header = seen
+            break
     alive = None if header is None else _owner_alive(header)
     reapable, reason = _verdict(kind, status.st_uid, lock, header, alive)
     return RegionFile(
@@ -122,6 +130,25 @@ def inspect(path: str) -> RegionFile | None:
         reapable=reapable,
         reason=reason,
     )
+
+
+def _look_inside(
+    path: str, status: os.stat_result
+) -> tuple[str, region_header.RegionHeader | None] | None:
+    """State of the lock, and the header; None if `path` is another file than `status` by now."""
+    try:
+        with _opened(path) as fd:
+            if not _same_file(os.fstat(fd), status):
+                return None
+            lock = "free" if try_lock(fd, fcntl.LOCK_SH) else "held"
+            return lock, _header(fd, path)
+    except PermissionError:
+        return "unknown", None
+    except OSError as error:
+        # A symlink has come in its place.
+        if error.errno == errno.ELOOP:
+            return None
+        raise
 
 
 def describe_owner(file: RegionFile) -> str:

@@ -7,11 +7,13 @@ start and padding is never written. A writer that fills a slot only in part zero
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import socket
 import time
 import weakref
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -85,7 +87,8 @@ class Region:
         """
         guard = claim.claim(spec.engine_id) if spec.backing == "shm" else None
         try:
-            return cls._create_either(spec, directory, guard)
+            with _telling_system_errors(spec, "created"):
+                return cls._create_either(spec, directory, guard)
         except BaseException:
             if guard:
                 guard.close()
@@ -97,7 +100,8 @@ class Region:
     ) -> Region:
         if spec.backing == "shm":
             shmfile.refuse_taken_name(directory, spec.name)
-        node = numa.plan(spec.numa_node, spec.nbytes, machine.numa_nodes())
+        nodes = () if spec.numa_node is None else machine.numa_nodes()
+        node = numa.plan(spec.numa_node, spec.nbytes, nodes)
         offer = machine.huge_pages()
         huge = hugepages.plan(spec.huge_pages, spec.nbytes, spec.backing, offer)
         if huge.got == "pool":
@@ -192,13 +196,14 @@ class Region:
                     f"region {spec.name}: its creator says {name} {told!r}, this worker expects "
                     f"{mine!r}; all workers of a replica must have the same plan"
                 )
-        if spec.backing == "memfd":
-            fd = memfile.open_peer(handle)
-            where = f"/proc/{handle.creator_pid}/fd/{handle.fd}"
-        else:
-            fd = shmfile.open_named(directory, spec)
-            where = os.path.join(directory, spec.name)
-        return cls._attach(fd, where, spec, directory, handle)
+        with _telling_system_errors(spec, "attached to"):
+            if spec.backing == "memfd":
+                fd = memfile.open_peer(handle)
+                where = f"/proc/{handle.creator_pid}/fd/{handle.fd}"
+            else:
+                fd = shmfile.open_named(directory, spec)
+                where = os.path.join(directory, spec.name)
+            return cls._attach(fd, where, spec, handle)
 
     @classmethod
     def attach_by_name(cls, spec: RegionSpec, *, directory: str = SHM_DIRECTORY) -> Region:
@@ -211,8 +216,9 @@ class Region:
                 f"region {spec.name}: backing {spec.backing} has no name to attach by; use the "
                 "creator's handle or backing shm"
             )
-        fd = shmfile.open_named(directory, spec)
-        return cls._attach(fd, os.path.join(directory, spec.name), spec, directory, None)
+        with _telling_system_errors(spec, "attached to"):
+            fd = shmfile.open_named(directory, spec)
+            return cls._attach(fd, os.path.join(directory, spec.name), spec, None)
 
     @classmethod
     def _attach(
@@ -220,7 +226,6 @@ class Region:
         fd: int,
         where: str,
         spec: RegionSpec,
-        directory: str,
         handle: RegionHandle | None,
     ) -> Region:
         try:
@@ -382,6 +387,17 @@ class Region:
     def _rows(self) -> Bytes:
         flat = self._open_flat()
         return flat[HEADER_BYTES : self.spec.nbytes].reshape(self.spec.rows, self.spec.row_bytes)
+
+
+@contextlib.contextmanager
+def _telling_system_errors(spec: RegionSpec, verb: str) -> Iterator[None]:
+    """What the system refuses outside the steps that have a message of their own."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.EMFILE, errno.ENFILE)
+        hint = "; raise the limit of open files (ulimit -n)" if full else ""
+        raise RegionError(f"region {spec.name} cannot be {verb}: {error}{hint}") from error
 
 
 def _release(owned: _Owned, name: str) -> None:

@@ -11,12 +11,15 @@ import errno
 import fcntl
 import os
 import stat
+import time
 
 from backends.errors import RegionError
 from backends.region.reap import describe_owner, inspect, reap, try_lock
 from backends.region.spec import RegionSpec
 
 _PUBLISH_ATTEMPTS = 16
+_LOCK_LOOKS = 20
+_LOCK_LOOK_S = 0.01
 
 
 def make(directory: str) -> int:
@@ -40,25 +43,24 @@ def refuse_taken_name(directory: str, name: str) -> None:
     is free again for the one that comes after it.
     """
     path = os.path.join(directory, name)
-    file = inspect(path)
-    if file is None:
-        return
-    if file.reapable:
-        result = reap([file], apply=True)[0]
-        if result.removed or inspect(path) is None:
+    holder = ""
+    # Who lists or reaps files holds their locks for a moment, so a held lock is looked at again.
+    for _ in range(_LOCK_LOOKS):
+        file = inspect(path)
+        if file is None:
             return
-        raise RegionError(
-            f"{path}: a stale file has this region's name and stays: {result.reason}; if another "
-            "engine with this engine_id is starting, give one of them another engine_id"
-        )
-    if file.lock == "held":
-        raise RegionError(
-            f"{path}: another engine with this engine_id runs: {describe_owner(file)}. Two engines "
-            "never share a region; end that one or choose another engine_id"
-        )
+        if not file.reapable and file.lock != "held":
+            raise RegionError(
+                f"{path}: the region's name is taken and nothing is removed, because "
+                f"{file.reason}. Choose another engine_id or have its owner remove it"
+            )
+        if file.reapable and reap([file], apply=True)[0].removed:
+            return
+        holder = describe_owner(file)
+        time.sleep(_LOCK_LOOK_S)
     raise RegionError(
-        f"{path}: the region's name is taken and nothing is removed, because {file.reason}. "
-        "Choose another engine_id or have its owner remove it"
+        f"{path}: another engine with this engine_id runs: {holder}. Two engines "
+        "never share a region; end that one or choose another engine_id"
     )
 
 

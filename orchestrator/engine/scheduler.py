@@ -151,6 +151,7 @@ class _RequestWork(Iterator[ChunkWork]):
         ids[:count] = self._block_ids[start : start + count]
         hashes = np.zeros(size, dtype=np.int64)
         hashes[:count] = [
-            int.from_bytes(h[:8], "little", signed=True) for h in self._hashes[start : start + count]
+            int.from_bytes(h[:8], "little", signed=True)
+            for h in self._hashes[start : start + count]
         ]
         return ChunkWork(key, rows, store, actions, ids, hashes)

@@ -24,9 +24,7 @@ class InlineSpawner:
         self._plan = plan
         self._run_dir = RunDir(Path(plan.run.run_dir))
         timeout_s = plan.settings.spawn.group_timeout_s
-        self._groups = [
-            ThreadGroups(plan.topology.world_size, timeout_s) for _ in plan.replicas
-        ]
+        self._groups = [ThreadGroups(plan.topology.world_size, timeout_s) for _ in plan.replicas]
         self._threads: dict[int, list[threading.Thread]] = {}
         self._failed: set[int] = set()
         self._failing = threading.Lock()

@@ -85,7 +85,8 @@ def child(function: Callable[[], Any], uid: int | None = None) -> Iterator[Child
         with os.fdopen(result_read, "rb") as stream:
             if not select.select([stream], [], [], 60)[0]:
                 raise TimeoutError(f"child {pid} said nothing for 60 s")
-            raw = stream.read()
+            size = int.from_bytes(stream.read(8))
+            raw = stream.read(size)
         if not raw:
             raise ChildFailed(f"child {pid} died: wait status {started.wait()}")
         kind, value = pickle.loads(raw)
@@ -125,7 +126,8 @@ def _serve(function: Callable[[], Any], uid: int | None, result_fd: int, release
     except BaseException:
         message = pickle.dumps(("error", traceback.format_exc()))
     with os.fdopen(result_fd, "wb") as stream:
-        stream.write(message)
+        # With its length, so that the reader waits for no process forked by the function.
+        stream.write(len(message).to_bytes(8) + message)
     os.read(release_fd, 1)
     os._exit(0)
 

@@ -24,7 +24,7 @@ from backends.copy.fragments import map_blocks
 
 DTYPES = [
     torch.uint8,
-    torch.bool,
+    torch.int8,
     torch.bfloat16,
     torch.float8_e4m3fn,
     torch.float32,

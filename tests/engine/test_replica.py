@@ -69,9 +69,7 @@ class Replica:
     def _serve(self, groups: ThreadGroups, rank: int) -> None:
         plan, group, host = self.plan, groups.member(rank), host_identity()
         identity = find_identity(group, host)
-        with contextlib.closing(
-            open_region(group, identity, host, plan.region_spec(0))
-        ) as region:
+        with contextlib.closing(open_region(group, identity, host, plan.region_spec(0))) as region:
             runner = WorkerRunner(
                 plan.offload_config(0, rank),
                 region,
