@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import shutil
+import time
+
 from rich.console import Console
 from rich.table import Table
 
 from backends.region.reap import find_stale, reap
+from orchestrator.rundir import RunDir
 from orchestrator.units import format_size
 
+_REAP_LOOKS = 100
+_REAP_LOOK_S = 0.01
 
-def remove_named_regions(run_id: str) -> list[str]:
-    """Remove what the dead processes of one run left; the paths that went."""
-    ours = [file for file in find_stale() if file.run_id == run_id]
-    return [result.path for result in reap(ours, apply=True) if result.removed]
+
+def remove_leftovers(run_dir: RunDir, run_id: str) -> None:
+    """Remove what the dead processes of one run left beside its results."""
+    remove_named_regions(run_id)
+    shutil.rmtree(run_dir.temporary(run_id), ignore_errors=True)
+    for path in run_dir.half_written():
+        path.unlink(missing_ok=True)
+
+
+def remove_named_regions(run_id: str) -> None:
+    """Remove the named regions of a run whose processes are all dead."""
+    # Another launcher that looks through /dev/shm holds a file's lock for a moment.
+    for _ in range(_REAP_LOOKS):
+        ours = [file for file in find_stale() if file.run_id == run_id]
+        if all(result.removed for result in reap(ours, apply=True)):
+            return
+        time.sleep(_REAP_LOOK_S)
 
 
 def clean(console: Console, *, apply: bool) -> None:

@@ -1,15 +1,17 @@
 """Checks a command line against the schema before Hydra composes it.
 
 Hydra stops at the first unknown key and cannot suggest one. Here all of them are found, with what
-was probably meant, before anything is written to the disk.
+was probably meant, before anything is written to the disk. What only Hydra can find is put into
+the same words by `explain`.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,37 +19,25 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from omegaconf.errors import (
+    InterpolationKeyError,
+    InterpolationResolutionError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
 
 from orchestrator.problems import Problem, did_you_mean
 from orchestrator.schema import Config
+from orchestrator.values import NOT_YET, check_value, not_yet
 
-# What is known to come, so that it is refused as not there yet instead of as a misspelling.
-NOT_YET: dict[str, tuple[str, ...]] = {
-    "tiers": ("shm_fs", "shm_object", "shm_fs_object", "shm_fs_s3"),
-    "tier": ("fs", "object"),
-    "engine": ("vllm",),
-    "spawn": ("ray", "slurm"),
-    "action": ("doctor", "simulate", "export"),
-    "tiers.order": ("fs", "object"),
-    "spawn.kind": ("ray", "slurm"),
-    "engine.kind": ("vllm",),
-    "spawn.scope": ("node",),
-}
 NOT_YET_KEYS = ("tiers.stack.fs", "tiers.stack.object", "engine.model", "sweep", "region.scope")
+OPTIONAL_GROUPS = ("experiment",)
 _SCALARS: dict[Any, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "true or false"),
     int: ((int,), "a whole number"),
     float: ((int, float), "a number"),
+    str: ((str, int, float, bool), "text"),
 }
-
-
-def not_yet(key: str, value: str) -> Problem:
-    return Problem(
-        key,
-        value,
-        "is not there yet in this version of kvquay",
-        "see the README for what works now; leave it out",
-    )
 
 
 def schema_fields(cls: Any = Config, prefix: str = "") -> dict[str, Any]:
@@ -63,34 +53,99 @@ def schema_fields(cls: Any = Config, prefix: str = "") -> dict[str, Any]:
 
 
 def check_overrides(argv: Sequence[str], conf: Path) -> list[Problem]:
-    """Every unknown key, group or option and every value of a wrong type on a command line."""
+    """Everything on a command line that is wrong by itself: keys, options, types, values.
+
+    Values of a sweep are checked for their type alone: a job that cannot work must not keep the
+    others from running.
+    """
     try:
-        texts = get_args_parser().parse_args(list(argv)).overrides
+        args = get_args_parser().parse_args(list(argv))
     except SystemExit:  # argparse has said it; Hydra will again, with the right status
         return []
-    groups = sorted(p.name for p in conf.iterdir() if p.is_dir() and p.name != "hydra")
+    options = _options(_directories(args, conf))
     fields = schema_fields()
     problems: list[Problem] = []
     parser = OverridesParser.create()
-    for text in texts:
+    for text in args.overrides:
         try:
             override = parser.parse_override(text)
         except HydraException as error:
-            reason = " ".join(str(error).split())
-            problems.append(
-                Problem(
-                    text, None, f"cannot be read: {reason}", "write KEY=VALUE, quote it if need be"
-                )
-            )
+            limit = f"cannot be read: {_one_line(error)}"
+            problems.append(Problem(text, None, limit, "write KEY=VALUE, quote it if need be"))
             continue
         key = override.key_or_group
-        if key.split(".")[0] == "hydra" or key.startswith("hydra/"):
-            continue
-        if key in groups and not override.is_delete():
-            problems += _check_options(key, override, conf)
+        if not key:
+            problems.append(Problem(text, None, "has no key", "write KEY=VALUE"))
+        elif key.split(".")[0] == "hydra" or key.startswith("hydra/"):
+            problems += _check_hydra(key, override)
+        elif key in options:
+            problems += _check_options(key, override, options[key])
         else:
-            problems += _check_key(key, override, fields, groups)
+            problems += _check_key(key, override, fields, list(options))
     return problems
+
+
+def explain(error: BaseException) -> Problem:
+    """What Hydra or OmegaConf stopped at, in our words.
+
+    An OSError is that of a directory which Hydra makes for the run.
+    """
+    for cause in _chain(error):
+        if isinstance(cause, OSError):
+            return Problem(
+                "hydra.run.dir",
+                cause.filename,
+                f"cannot be made or written: {cause.strerror or cause}",
+                "choose another place with hydra.run.dir=PATH (a sweep: hydra.sweep.dir=PATH)",
+            )
+    for cause in _chain(error):
+        if isinstance(cause, OmegaConfBaseException):
+            return _explain_value(cause)
+    text = _one_line(error).split(" Config search path:")[0]
+    return Problem(
+        "the command line", None, f"cannot be composed: {text}", "see python launch.py --help"
+    )
+
+
+def _explain_value(error: OmegaConfBaseException) -> Problem:
+    key = str(error.full_key or "the configuration")
+    limit = str(error.msg or error).split("\n", 1)[0]
+    fix = f"correct {key}; python launch.py --help shows every key and its default"
+    if isinstance(error, (InterpolationKeyError, InterpolationResolutionError)):
+        fix = "refer to a key that exists, such as ${region.size}, or write the value itself"
+    elif isinstance(error, MissingMandatoryValue):
+        fix = f"set it: {key}=VALUE"
+    return Problem(key, None, f"has no usable value: {limit}", fix)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error and what it was raised from or while handling."""
+    following: BaseException | None = error
+    while following is not None:
+        yield following
+        following = following.__cause__ or following.__context__
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def _directories(args: argparse.Namespace, conf: Path) -> list[Path]:
+    """Where options of groups may stand: `conf`, and what the command line adds to it."""
+    if args.config_path:
+        conf = conf.parent / args.config_path
+    return [conf, *([Path(args.config_dir)] if args.config_dir else [])]
+
+
+def _options(directories: Sequence[Path]) -> dict[str, list[str]]:
+    """Every config group and its options."""
+    found: dict[str, set[str]] = {}
+    for directory in directories:
+        for path in directory.glob("*/**/*.yaml"):
+            group, _, option = path.relative_to(directory).with_suffix("").as_posix().partition("/")
+            if group != "hydra":
+                found.setdefault(group, set()).add(option)
+    return {group: sorted(options) for group, options in sorted(found.items())}
 
 
 def _values(override: Override) -> list[Any]:
@@ -99,23 +154,45 @@ def _values(override: Override) -> list[Any]:
     return [override.value()]
 
 
-def _check_options(group: str, override: Override, conf: Path) -> list[Problem]:
-    options = sorted(path.stem for path in (conf / group).glob("*.yaml"))
+def _typed(override: Override, value: Any) -> str:
+    """A value as it was typed, as far as that is known."""
+    if override.is_sweep_override() or isinstance(value, str):
+        return str(value)
+    return (override.input_line or "").partition("=")[2]
+
+
+def _check_hydra(key: str, override: Override) -> list[Problem]:
+    """Only what would break the promises of a run; the rest is Hydra's to check."""
+    value = None if override.is_delete() else override.value()
+    if key in ("hydra.run.dir", "hydra.sweep.dir") and str(value or "???") == "???":
+        return [Problem(key, value, "must name a directory", f"set {key}=PATH, or leave it out")]
+    if key == "hydra.job.chdir" and value is not False:
+        limit = "must stay false: paths are taken from where the command was typed"
+        return [Problem(key, value, limit, "leave it out")]
+    return []
+
+
+def _check_options(group: str, override: Override, options: list[str]) -> list[Problem]:
+    listed = f"(options: {', '.join(options)})"
+    if override.is_delete():
+        limit = "is a group and cannot be deleted"
+        return [Problem(group, None, limit, f"choose another option {listed}")]
     problems = []
     for value in _values(override):
-        if value is None or isinstance(value, (list, dict)) or str(value) in options:
+        if value is None or value == "":
+            if group not in OPTIONAL_GROUPS:
+                problems.append(Problem(group, value, "must be one option", f"choose one {listed}"))
             continue
-        if str(value) in NOT_YET.get(group, ()):
-            problems.append(not_yet(group, str(value)))
-            continue
-        problems.append(
-            Problem(
-                group,
-                value,
-                f"is not an option of the group {group!r}",
-                f"{did_you_mean(str(value), options)} (options: {', '.join(options)})",
-            )
-        )
+        for option in value if isinstance(value, list) else [value]:
+            if str(option) in options:
+                continue
+            if str(option) in NOT_YET.get(group, ()):
+                problems.append(not_yet(group, str(option)))
+                continue
+            hint = did_you_mean(str(option), options)
+            fix = f"{hint} {listed}" if hint.startswith("did you") else f"choose one {listed}"
+            limit = f"is not an option of the group {group!r}"
+            problems.append(Problem(group, option, limit, fix))
     return problems
 
 
@@ -123,7 +200,7 @@ def _check_key(
     key: str, override: Override, fields: dict[str, Any], groups: list[str]
 ) -> list[Problem]:
     if key in fields:
-        return _check_values(key, fields[key], override)
+        return _check_known(key, fields[key], override)
     parent = key.rpartition(".")[0]
     while parent:  # below a list or a mapping anything may stand
         hint = fields.get(parent)
@@ -131,7 +208,7 @@ def _check_key(
             return []
         parent = parent.rpartition(".")[0]
     if any(key == known or key.startswith(known + ".") for known in NOT_YET_KEYS):
-        return [not_yet(key, str(override.value()))]
+        return [not_yet(key, _typed(override, override.value()))]
     parent = key.rpartition(".")[0]
     siblings = [k for k in fields if k.rpartition(".")[0] == parent] if parent in fields else []
     known = siblings or [k for k, hint in fields.items() if not dataclasses.is_dataclass(hint)]
@@ -141,25 +218,53 @@ def _check_key(
     return [Problem(key, None, "is not a key of the configuration", hint_text)]
 
 
-def _check_values(key: str, hint: Any, override: Override) -> list[Problem]:
+def _check_known(key: str, hint: Any, override: Override) -> list[Problem]:
     if override.is_delete():
         return [Problem(key, None, "cannot be deleted", f"set {key} to another value instead")]
+    if override.is_add() and not override.is_force_add():
+        fix = f"leave out the +: {(override.input_line or key).removeprefix('+')}"
+        return [Problem(key, None, "is in the configuration already and cannot be added", fix)]
     if dataclasses.is_dataclass(hint):
         return []
+    return [
+        problem
+        for value in _values(override)
+        for problem in _check_typed(key, hint, override, value)
+    ]
+
+
+def _check_typed(key: str, hint: Any, override: Override, value: Any) -> list[Problem]:
+    text = _typed(override, value)
     optional = type(None) in typing.get_args(hint)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         hint = next(part for part in typing.get_args(hint) if part is not type(None))
-    problems = []
-    for value in _values(override):
-        text = str(getattr(value, "text", value))
-        if (value is None and optional) or text.startswith("${"):
-            continue
-        if value is None:
-            problems.append(Problem(key, None, "has no value", f"set it: {key}=VALUE"))
-            continue
-        if hint not in _SCALARS:
-            continue
-        kinds, expected = _SCALARS[hint]
-        if not isinstance(value, kinds) or (isinstance(value, bool) and hint is not bool):
-            problems.append(Problem(key, text, f"must be {expected}", f"set {key} to {expected}"))
-    return problems
+    if value is None:
+        fix = f"set it: {key}=VALUE"
+        return [] if optional else [Problem(key, "null", "must have a value", fix)]
+    if str(value).startswith("${"):
+        return []
+    expected = _mismatch(hint, value)
+    if expected:
+        expected += " or null" if optional else ""
+        return [Problem(key, text, f"must be {expected}", f"set {key} to {expected}")]
+    if override.is_sweep_override():
+        return []
+    if typing.get_origin(hint) is list or hint is not str:
+        return check_value(key, value)
+    return check_value(key, text)
+
+
+def _mismatch(hint: Any, value: Any) -> str:
+    """What a value of this type must be, "" if it is that."""
+    if typing.get_origin(hint) is list:
+        (of,) = typing.get_args(hint)
+        expected = _SCALARS[of][1] if of in _SCALARS else "a mapping"
+        text = f"a list, each entry {expected}, such as [A,B]"
+        if not isinstance(value, list) or any(_mismatch(of, entry) for entry in value):
+            return text
+        return ""
+    if hint not in _SCALARS:
+        return ""
+    kinds, expected = _SCALARS[hint]
+    is_flag = isinstance(value, bool) and hint not in (bool, str)
+    return "" if isinstance(value, kinds) and not is_flag else expected

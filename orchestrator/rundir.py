@@ -23,6 +23,17 @@ class ReplicaDir:
     def make(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
 
+    def make_fresh(self) -> None:
+        """`make`, and without what an earlier run in the same run directory left."""
+        self.make()
+        for pattern in (
+            *("agent.log", "failure.json", "result.json"),
+            *("rank*.events.jsonl", "rank*.std*.log", "rank*.error.json"),
+        ):
+            for path in self.path.glob(pattern):
+                if path.is_file() or path.is_symlink():
+                    path.unlink()
+
     @property
     def agent_log(self) -> Path:
         return self.path / "agent.log"
@@ -65,6 +76,14 @@ class RunDir:
     @property
     def zygote_log(self) -> Path:
         return self.path / "zygote.log"
+
+    def temporary(self, run_id: str) -> Path:
+        """The TMPDIR of every process of a run; it goes with the last of them."""
+        return self.path / f".tmp-{run_id}"
+
+    def half_written(self) -> list[Path]:
+        """Files of writers that were killed before they could rename them."""
+        return [*self.path.glob(".*.json.*.tmp"), *self.path.glob("replicas/dp*/.*.json.*.tmp")]
 
     def replica(self, data_parallel_index: int) -> ReplicaDir:
         return ReplicaDir(self.path / "replicas" / f"dp{data_parallel_index}")

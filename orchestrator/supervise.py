@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -16,9 +16,12 @@ import msgspec
 from orchestrator.events import PHASES, EventTail
 from orchestrator.plan import Plan
 from orchestrator.rundir import RunDir
+from orchestrator.stillness import Stillness, process_status
 
 POLL_S = 0.05
-KILL_WAIT_S = 1.5
+KILL_WAIT_S = 1.0
+STILL_MARGIN_S = 5.0  # a group's own timeout is told first, because it has a traceback
+NAMED_WORKERS = 8
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -70,6 +73,7 @@ class RunState:
     """What is known of a run so far."""
 
     phases: dict[tuple[int, int], str]
+    pids: dict[tuple[int, int], int] = field(default_factory=dict)
     progress: dict[int, dict[str, Any]] = field(default_factory=dict)
     ready_s: float | None = None
     started_s: float = field(default_factory=time.monotonic)
@@ -113,13 +117,19 @@ class _Events:
             for worker in replica.workers
         }
 
-    def read_into(self, state: RunState) -> None:
+    def read_into(self, state: RunState) -> set[int]:
+        """Note what is new; the replicas that had something new to tell."""
+        told = set()
         for who, tail in self._tails.items():
             for event in tail.read():
+                told.add(who[0])
                 if event["phase"] == "progress":
                     state.progress[who[0]] = event
                 else:
                     state.phases[who] = event["phase"]
+                if "pid" in event:
+                    state.pids[who] = event["pid"]
+        return told
 
 
 def supervise(plan: Plan, spawner: Spawner, view: View) -> RunState:
@@ -138,50 +148,62 @@ def supervise(plan: Plan, spawner: Spawner, view: View) -> RunState:
         }
     )
     events = _Events(plan, run_dir)
+    stillness = Stillness(settings.group_timeout_s + STILL_MARGIN_S)
     with signals.held(), spawner:
         while spawner.running:
             ended = spawner.poll(POLL_S)
-            events.read_into(state)
+            told = events.read_into(state)
             _note_ready(state)
             for index, code in ended:
                 state.ended[index] = code
                 if code != 0:
-                    state.failures.append(_failure(run_dir, index, code, spawner.zygote_exit))
+                    _note_failure(_failure(run_dir, index, code, spawner.zygote_exit), state)
+                    if settings.on_failure == "continue" and spawner.running:
+                        view.line(f"replica {index} has failed, the others go on")
             view.update(state)
             if signals.caught:
-                state.signal = signals.caught[0]
-                name = signal.Signals(state.signal).name
-                view.line(f"{name}: stopping all workers (again: kill them)")
                 break
             if state.failures and settings.on_failure == "stop":
                 break
-            if state.ready_s is None and time.monotonic() - state.started_s > (
-                settings.start_timeout_s
-            ):
-                state.failures.append(_start_timeout(plan, state))
+            hang = _start_timeout(plan, state) or _stillness(plan, state, stillness, told)
+            if hang is not None:
+                state.failures.append(hang)
                 break
+        if signals.caught:
+            state.signal = signals.caught[0]
+            if spawner.running:
+                name = signal.Signals(state.signal).name
+                view.line(f"{name}: stopping all workers (again: kill them)")
         _end(spawner, settings.stop_timeout_s, signals, state)
         events.read_into(state)
         view.update(state)
     return state
 
 
+def _is_ready(phase: str) -> bool:
+    return phase in PHASES and PHASES.index(phase) >= PHASES.index("ready")
+
+
 def _note_ready(state: RunState) -> None:
-    if state.ready_s is None and all(
-        PHASES.index(phase) >= PHASES.index("ready") if phase in PHASES else False
-        for phase in state.phases.values()
-    ):
+    if state.ready_s is None and all(map(_is_ready, state.phases.values())):
         state.ready_s = time.monotonic() - state.started_s
 
 
+def _note_failure(failure: Failure, state: RunState) -> None:
+    """One cause is told once, also where it took several replicas along."""
+    if failure.replica is None and any(other.replica is None for other in state.failures):
+        return
+    state.failures.append(failure)
+
+
 def _end(spawner: Spawner, stop_timeout_s: float, signals: _Signals, state: RunState) -> None:
-    """Terminate, wait, kill. A second signal shortens the wait."""
+    """Terminate, wait, kill. A second signal, or any after a failure, shortens the wait."""
     if not spawner.running:
         return
-    asked = len(signals.caught)
+    asked = 0 if state.signal is None else 1
     spawner.stop()
     until_s = time.monotonic() + stop_timeout_s
-    while spawner.running and time.monotonic() < until_s and len(signals.caught) == asked:
+    while spawner.running and time.monotonic() < until_s and len(signals.caught) <= asked:
         for index, code in spawner.poll(POLL_S):
             state.ended.setdefault(index, code)
     if spawner.running:
@@ -210,12 +232,8 @@ def _failure(run_dir: RunDir, index: int, code: int, zygote_exit: int | None) ->
             log=str(directory.agent_log),
             t=time.time(),
         )
-    exit_code = told["exit_code"]
-    message = told["message"]
-    if exit_code < 0:
-        message = f"killed by {signal.Signals(-exit_code).name}"
     return Failure(
-        message,
+        told["message"],
         replica=index,
         rank=told["rank"],
         traceback=told["traceback"],
@@ -224,19 +242,61 @@ def _failure(run_dir: RunDir, index: int, code: int, zygote_exit: int | None) ->
     )
 
 
-def _start_timeout(plan: Plan, state: RunState) -> Failure:
-    missing = [who for who, phase in state.phases.items() if phase != "ready"]
-    named = ", ".join(
-        f"replica {index} rank {rank} ({state.phases[index, rank]})" for index, rank in missing[:8]
-    )
-    more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-    index = missing[0][0]
-    log = RunDir(Path(plan.run.run_dir)).replica(index)
+def _start_timeout(plan: Plan, state: RunState) -> Failure | None:
+    """Who is missing when start-up has taken too long. Replicas that have ended are not."""
+    limit_s = plan.settings.spawn.start_timeout_s
+    if time.monotonic() - state.started_s <= limit_s:
+        return None
+    missing = [
+        who
+        for who, phase in state.phases.items()
+        if who[0] not in state.ended and not _is_ready(phase)
+    ]
+    if not missing:
+        return None
     return Failure(
-        f"start-up did not end within spawn.start_timeout_s = "
-        f"{plan.settings.spawn.start_timeout_s:g} s; {len(missing)} of {len(state.phases)} workers "
-        f"are missing: {named}{more}. Raise spawn.start_timeout_s if the machine is slow",
-        replica=index,
-        log=str(log.agent_log),
+        f"start-up did not end within spawn.start_timeout_s = {limit_s:g} s; {len(missing)} of "
+        f"{len(state.phases)} workers are missing: {_named(missing, state)}. Raise "
+        "spawn.start_timeout_s if the machine is slow",
+        log=_log(plan, missing[0][0]),
         t=time.time(),
     )
+
+
+def _stillness(plan: Plan, state: RunState, stillness: Stillness, told: set[int]) -> Failure | None:
+    """A replica that was ready, is not at its end, and in which nothing moves any more."""
+    serving: dict[int, list[int]] = {}
+    for (index, _), pid in state.pids.items():
+        serving.setdefault(index, []).append(pid)
+    for (index, _), phase in state.phases.items():
+        if index in state.ended or not _is_ready(phase):
+            serving.pop(index, None)
+    still = stillness.look(serving, told)
+    if still is None:
+        return None
+    workers = [who for who in state.phases if who[0] == still]
+    return Failure(
+        f"nothing has moved for {stillness.limit_s:g} s (spawn.group_timeout_s and "
+        f"{STILL_MARGIN_S:g} s more): no worker told of progress or used the processor. Workers: "
+        f"{_named(workers, state)}",
+        replica=still,
+        log=_log(plan, still),
+        t=time.time(),
+    )
+
+
+def _log(plan: Plan, index: int) -> str:
+    return str(RunDir(Path(plan.run.run_dir)).replica(index).agent_log)
+
+
+def _named(workers: Sequence[tuple[int, int]], state: RunState) -> str:
+    """Where workers stand, and what their processes do, as far as known."""
+    named = []
+    for index, rank in workers[:NAMED_WORKERS]:
+        where = state.phases[index, rank]
+        if (index, rank) in state.pids:
+            pid = state.pids[index, rank]
+            where += f", pid {pid} {process_status(pid)}"
+        named.append(f"replica {index} rank {rank} ({where})")
+    more = len(workers) - len(named)
+    return ", ".join(named) + (f" and {more} more" if more else "")

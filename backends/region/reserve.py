@@ -19,9 +19,10 @@ from backends.region.space import (
     stale_summary,
 )
 
-# Small enough that a process with a profiler's timer signal finishes a piece between two signals,
-# and that memory is asked after often enough while several regions are being made at once.
+# Small enough that a process with a profiler's timer signal finishes a piece between two signals.
 PIECE_BYTES = 64 << 20
+# How often free memory is asked after, while several regions are perhaps being made at once.
+CHECK_EVERY_BYTES = 256 << 20
 
 
 def check_room(
@@ -59,7 +60,7 @@ def reserve(
     try:
         os.ftruncate(fd, file_bytes)
         for offset in range(0, file_bytes, PIECE_BYTES):
-            if not from_pool:
+            if not from_pool and offset % CHECK_EVERY_BYTES == 0:
                 _check_memory(engine_id, file_bytes, offset, proc_root)
             os.posix_fallocate(fd, offset, min(PIECE_BYTES, file_bytes - offset))
     except OSError as error:
@@ -69,7 +70,7 @@ def reserve(
 def _check_memory(engine_id: str, file_bytes: int, offset: int, proc_root: Path) -> None:
     """Between pieces: others may be taking the memory that was free when this began."""
     limit = machine.tightest_memory_limit(proc_root)
-    left = min(PIECE_BYTES, file_bytes - offset)
+    left = min(CHECK_EVERY_BYTES, file_bytes - offset)
     if left > limit.available_bytes - headroom_bytes(limit.limit_bytes):
         raise RegionError(
             f"region of {engine_id}: memory ran short while it was being reserved: "

@@ -81,9 +81,11 @@ class Agent(LocalElasticAgent):
             self.failed = True
             rank = first_to_fail(codes, self._directory)
             alive = {other: pid for other, pid in pids.items() if other not in codes}
-            write_failure(self._directory, rank, codes[rank], _held_up_by(alive))
+            remark = _held_up_by(alive) if codes[rank] > 0 else ""
+            write_failure(self._directory, rank, codes[rank], remark)
             self._end(alive)
-        return super()._monitor_workers(worker_group)
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
 
     def _end(self, pids: Mapping[int, int]) -> None:
         """End the others: they have nothing to save. A stopped one dies only when it goes on."""
@@ -107,7 +109,8 @@ def run_agent(plan: Plan, data_parallel_index: int, start_method: str) -> int:
 
     The first failure is written to `failure.json`: rank, exit code or signal, message, traceback.
     """
-    directory = RunDir(Path(plan.run.run_dir)).replica(data_parallel_index)
+    run_dir = RunDir(Path(plan.run.run_dir))
+    directory = run_dir.replica(data_parallel_index)
     replica = plan.replicas[data_parallel_index]
     spawn = plan.settings.spawn
     if spawn.virtual_local_rank:
@@ -128,7 +131,7 @@ def run_agent(plan: Plan, data_parallel_index: int, start_method: str) -> int:
         role=f"dp{data_parallel_index}",
         local_world_size=plan.topology.local_world_size,
         entrypoint=_work,
-        args=(str(RunDir(Path(plan.run.run_dir)).plan), data_parallel_index, plan.digest, os.getpid()),
+        args=(str(run_dir.plan), data_parallel_index, plan.digest, os.getpid()),
         rdzv_handler=handler,
         max_restarts=0,
         monitor_interval=MONITOR_S,
@@ -178,16 +181,10 @@ def first_to_fail(codes: Mapping[int, int], directory: ReplicaDir) -> int:
     return min(failed, key=lambda rank: (_error_time_s(directory.error(rank)), rank))
 
 
-def write_failure(
-    directory: ReplicaDir, rank: int | None, exit_code: int, remark: str = ""
-) -> None:
-    """Put down why a replica failed; `rank` is None where the agent itself did."""
-    if rank is None:
-        message, trace = traceback.format_exc().strip().rsplit("\n", 1)[-1], traceback.format_exc()
-        log, t = directory.agent_log, time.time()
-    else:
-        message, trace = _told(directory.error(rank))
-        log, t = directory.stderr(rank), _error_time_s(directory.error(rank))
+def write_failure(directory: ReplicaDir, rank: int, exit_code: int, remark: str = "") -> None:
+    """Put down which worker failed and why; `remark` is added to the message."""
+    error = directory.error(rank)
+    message, trace = _told(error)
     if exit_code < 0:
         message, trace = f"killed by {signal.Signals(-exit_code).name}", ""
     elif not message:
@@ -195,10 +192,25 @@ def write_failure(
     failure = {
         "rank": rank,
         "exit_code": exit_code,
-        "t": min(t, time.time()),
-        "message": f"{message}{remark}",
+        "t": min(_error_time_s(error), time.time()),
+        "message": message + remark,
         "traceback": trace,
-        "log": str(log),
+        "log": str(directory.stderr(rank)),
+    }
+    write_atomic(directory.failure, msgspec.json.encode(failure))
+
+
+def write_agent_failure(directory: ReplicaDir, error: BaseException) -> None:
+    """Put down why the agent itself failed, unless a worker did before."""
+    if directory.failure.exists():
+        return
+    failure = {
+        "rank": None,
+        "exit_code": 1,
+        "t": time.time(),
+        "message": f"its agent failed: {type(error).__name__}: {error}",
+        "traceback": "".join(traceback.format_exception(error)),
+        "log": str(directory.agent_log),
     }
     write_atomic(directory.failure, msgspec.json.encode(failure))
 
@@ -235,16 +247,18 @@ def _exit_codes(pids: Mapping[int, int]) -> dict[int, int]:
 
 
 def _held_up_by(pids: Mapping[int, int]) -> str:
-    """Who stands still, so that the others waited in vain; empty if nobody does."""
+    """Who stands still, so that the others may have waited in vain; empty if nobody does."""
     stopped = []
     for rank, pid in pids.items():
         with contextlib.suppress(psutil.Error):
             if psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
                 stopped.append(f"rank {rank} (pid {pid})")
-    return f"; {', '.join(stopped)} stood stopped, and its peers wait for it" if stopped else ""
+    return f"; its peers wait for {', '.join(stopped)}, which is stopped" if stopped else ""
 
 
 def _signal_all(pids: Iterable[int], signum: int) -> None:
+    """Signal those that are children of ours still; another process may have a reaped one's pid."""
     for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ChildProcessError, ProcessLookupError):
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             os.kill(pid, signum)

@@ -32,8 +32,9 @@ class InlineSpawner:
         self.zygote_exit: int | None = None
 
     def __enter__(self) -> InlineSpawner:
+        self._run_dir.report.unlink(missing_ok=True)
         for index in self.running:
-            self._run_dir.replica(index).make()
+            self._run_dir.replica(index).make_fresh()
             self._threads[index] = [
                 threading.Thread(target=self._work, args=(index, rank), name=f"dp{index}-{rank}")
                 for rank in range(self._plan.topology.world_size)
@@ -52,14 +53,14 @@ class InlineSpawner:
 
     def _work(self, index: int, rank: int) -> None:
         directory = self._run_dir.replica(index)
-        with contextlib.closing(EventWriter(directory.events(rank))) as events:
-            events.write("started")
-            try:
+        try:
+            with contextlib.closing(EventWriter(directory.events(rank))) as events:
+                events.write("started")
                 group = self._groups[index].member(rank)
                 events.write("group")
                 run_worker(self._plan, index, group, directory, events)
-            except Exception as error:
-                self._fail(index, rank, error)
+        except Exception as error:
+            self._fail(index, rank, error)
 
     def _fail(self, index: int, rank: int, error: Exception) -> None:
         """The first failure of a replica is told; the others are its consequences."""

@@ -13,13 +13,14 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Callable
 
 import psutil
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LOOK_S = 0.01
+_UNKILLABLE_S = 2.0
 
 TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -36,15 +37,22 @@ def adopt_orphans(wanted: bool = True) -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, "PR_SET_CHILD_SUBREAPER", int(wanted))
 
 
-def bury_orphans(keep: Collection[int], timeout_s: float) -> None:
-    """Kill and reap every child of this process whose pid is not in `keep`.
+def bury_orphans(is_orphan: Callable[[psutil.Process], bool], timeout_s: float) -> None:
+    """Kill and reap every child of this process of which `is_orphan` says so.
 
     A resource tracker of multiprocessing is given `timeout_s` to end by itself: it removes the
-    semaphores of the dead when it sees that they are dead.
+    semaphores of the dead when it sees that they are dead. What the kernel cannot kill, because it
+    waits for a device, is left after a while: there is nothing else to be done about it.
     """
     until_s = time.monotonic() + timeout_s
-    while orphans := [child for child in psutil.Process().children() if child.pid not in keep]:
+    known: set[int] = set()  # a dead one tells nothing about itself any more
+    while time.monotonic() < until_s + _UNKILLABLE_S:
+        children = psutil.Process().children()
+        orphans = [child for child in children if child.pid in known or is_orphan(child)]
+        if not orphans:
+            return
         for child in orphans:
+            known.add(child.pid)
             if time.monotonic() >= until_s or not _is_resource_tracker(child):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child.pid, signal.SIGKILL)

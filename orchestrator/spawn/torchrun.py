@@ -11,12 +11,22 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
+
+from orchestrator.clean import remove_leftovers
 from orchestrator.plan import Plan
 from orchestrator.rundir import RunDir
+from orchestrator.spawn.lifeline import adopt_orphans, bury_orphans
 
 # What a surrounding torchrun or scheduler may have left in the environment must not reach ours.
-_INHERITED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "ROLE_RANK")
+_INHERITED = (
+    *("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
+)
 _INHERITED_PREFIXES = ("LOCAL_", "TORCHELASTIC_", "ROLE_WORLD", "GROUP_WORLD")
+# The zygote ends by itself in an instant, unless somebody has stopped it.
+_ZYGOTE_WAIT_S = 0.5
+_TRACKER_WAIT_S = 1.0
 
 
 def clean_environment(environment: dict[str, str]) -> dict[str, str]:
@@ -40,13 +50,26 @@ class TorchrunSpawner:
         self._environment = clean_environment(environment)
         self._run_dir = RunDir(Path(plan.run.run_dir))
         self._process: subprocess.Popen[bytes] | None = None
+        self._temporary = self._run_dir.temporary(plan.run.run_id)
         self._buffer = b""
         self.running = {replica.data_parallel_index for replica in plan.replicas}
         self.agents: dict[int, int] = {}
 
     def __enter__(self) -> TorchrunSpawner:
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _start(self) -> None:
+        # A killed zygote leaves agents and workers, which may have to be ended here.
+        adopt_orphans()
+        self._run_dir.report.unlink(missing_ok=True)
+        self._temporary.mkdir(mode=0o700)
         for index in self.running:
-            self._run_dir.replica(index).make()
+            self._run_dir.replica(index).make_fresh()
         method = self._plan.settings.spawn.start_method
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         log = os.open(self._run_dir.zygote_log, flags, 0o600)
@@ -63,28 +86,36 @@ class TorchrunSpawner:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=self._environment,
+                env=self._environment | {"TMPDIR": str(self._temporary)},
                 start_new_session=True,
             )
         finally:
             os.close(log)
-        return self
 
     def __exit__(self, *_: object) -> None:
         process = self._process
-        if process is None:
-            return
-        assert process.stdin is not None
-        assert process.stdout is not None
-        # End of file on its input tells the zygote to kill all agents and to go.
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
+        if process is not None:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            # End of file on its input tells the zygote to kill all agents and to go.
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+            try:
+                process.wait(timeout=_ZYGOTE_WAIT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            process.stdout.close()
+        bury_orphans(self._is_of_this_run, _TRACKER_WAIT_S)
+        adopt_orphans(False)
+        remove_leftovers(self._run_dir, self._plan.run.run_id)
+
+    def _is_of_this_run(self, child: psutil.Process) -> bool:
+        """Other children than the zygote's may be ours too, most of all where we are pid 1."""
         try:
-            process.wait(timeout=5.0)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        process.stdout.close()
+            return child.environ().get("TMPDIR") == str(self._temporary)
+        except psutil.Error:
+            return False
 
     def poll(self, timeout_s: float) -> list[tuple[int, int]]:
         """Replicas whose agent ended since the last call, with its exit code (-n: signal n)."""
@@ -119,6 +150,9 @@ class TorchrunSpawner:
 
     def stop(self) -> None:
         """Ask all agents to end their workers."""
+        if not self.agents and self._process is not None:
+            # It is still importing torch and does not listen, and nothing stands beneath it.
+            self._process.terminate()
         self._command(b"stop\n")
 
     def kill(self) -> None:

@@ -6,7 +6,9 @@ on standard input (`stop`, `kill`; end of file means that the launcher is gone) 
 object a line on standard output (`{"replica", "pid"}` and `{"replica", "exit"}`).
 
 When the launcher dies in any way, the zygote kills every agent, which takes their workers along,
-and removes named regions of this run: nothing outlives the launcher by more than an instant.
+and removes what the run left outside its results: nothing outlives the launcher by more than an
+instant. When an agent dies, its workers become children of the zygote, which ends those that the
+kernel has not ended with their agent.
 """
 
 from __future__ import annotations
@@ -21,7 +23,15 @@ import sys
 import traceback
 from pathlib import Path
 
-from orchestrator.spawn.lifeline import die_with_parent
+from orchestrator.rundir import RunDir
+from orchestrator.spawn.lifeline import (
+    adopt_orphans,
+    bury_orphans,
+    default_signals,
+    die_with_parent,
+)
+
+TRACKER_WAIT_S = 1.0
 
 
 class Zygote:
@@ -71,13 +81,18 @@ class Zygote:
                 os.kill(pid, signum)
 
     def _reap(self) -> None:
+        ended = []
         while self._agents:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
-                return
+                break
             replica = self._agents.pop(pid, None)
             if replica is not None:
-                _say({"replica": replica, "exit": os.waitstatus_to_exitcode(status)})
+                ended.append({"replica": replica, "exit": os.waitstatus_to_exitcode(status)})
+        if ended:
+            bury_orphans(lambda child: child.pid not in self._agents, TRACKER_WAIT_S)
+        for message in ended:
+            _say(message)
 
     def _fork_agent(self, replica: int) -> None:
         parent = os.getpid()
@@ -87,8 +102,9 @@ class Zygote:
             try:
                 self._become_agent(parent, replica)
                 code = self._run_agent(replica)
-            except BaseException:
+            except BaseException as error:
                 traceback.print_exc()
+                self._tell_failure(replica, error)
             finally:
                 sys.stderr.flush()
                 os._exit(code)
@@ -98,14 +114,13 @@ class Zygote:
     def _become_agent(self, parent: int, replica: int) -> None:
         os.setsid()
         signal.set_wakeup_fd(-1)
-        for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
-            signal.signal(signum, signal.SIG_DFL)
+        default_signals()
         die_with_parent(parent)
         os.close(self._wake_read)
         os.close(self._wake_write)
         # The launcher's pipes must not be held open by anything but the zygote.
         null = os.open(os.devnull, os.O_RDONLY)
-        log = self._plan_path.parent / "replicas" / f"dp{replica}" / "agent.log"
+        log = RunDir(self._plan_path.parent).replica(replica).agent_log
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
         os.dup2(null, 0)
         os.dup2(out, 1)
@@ -116,6 +131,12 @@ class Zygote:
         from orchestrator.spawn.agent import run_agent
 
         return run_agent(read_plan(self._plan_path), replica, self._start_method)
+
+    def _tell_failure(self, replica: int, error: BaseException) -> None:
+        from orchestrator.spawn.agent import write_agent_failure
+
+        with contextlib.suppress(OSError):
+            write_agent_failure(RunDir(self._plan_path.parent).replica(replica), error)
 
 
 def _say(message: dict[str, int]) -> None:
@@ -137,13 +158,15 @@ def main() -> None:
 
     # Heavy imports happen here, once, before any fork.
     import orchestrator.spawn.agent  # noqa: F401
-    from orchestrator.clean import remove_named_regions
+    from orchestrator.clean import remove_leftovers
 
     replicas = [int(index) for index in args.replicas.split(",")]
+    adopt_orphans()
     try:
         Zygote(args.plan, args.start_method, replicas).run()
     finally:
-        remove_named_regions(args.run_id)
+        bury_orphans(lambda _: True, TRACKER_WAIT_S)
+        remove_leftovers(RunDir(args.plan.parent), args.run_id)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,173 @@
+"""What each key may hold by itself, whatever the other keys hold.
+
+Checked twice: as typed on a command line, before Hydra makes a directory, and over the whole
+composed configuration, whose values may also come from files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from backends.region.spec import BACKINGS, HUGE_PAGES
+from orchestrator.problems import Problem, did_you_mean
+from orchestrator.schema import Config
+from orchestrator.units import parse_size
+
+# What is known to come, so that it is refused as not there yet instead of as a misspelling.
+NOT_YET: dict[str, tuple[str, ...]] = {
+    "tiers": ("shm_fs", "shm_object", "shm_fs_object", "shm_fs_s3"),
+    "tier": ("fs", "object"),
+    "engine": ("vllm",),
+    "spawn": ("ray", "slurm"),
+    "action": ("doctor", "simulate", "export"),
+    "tiers.order": ("fs", "object"),
+    "spawn.kind": ("ray", "slurm"),
+    "engine.kind": ("vllm",),
+    "spawn.scope": ("node",),
+}
+
+CPU_KERNELS = ("auto", "numpy", "c-portable", "c-avx2", "c-avx512")
+CUDA_KERNELS = ("auto", "cuda", "cuda-pinned", "cuda-pageable")
+CHOICES: dict[str, tuple[str, ...]] = {
+    "action": ("run", "plan", "clean"),
+    "view": ("auto", "plain", "quiet"),
+    "region.backing": BACKINGS,
+    "region.huge_pages": HUGE_PAGES,
+    "region.numa": ("auto", "off"),
+    "region.pin": ("auto", "off"),
+    "tiers.stack.shm.eviction": ("lru",),
+    "engine.kind": ("reference",),
+    "engine.device": ("cpu", "cuda"),
+    "engine.layout": ("layers_first", "blocks_first"),
+    "engine.verify": ("all", "sample", "off"),
+    "engine.copy_kernel": (*CPU_KERNELS, *CUDA_KERNELS[1:]),
+    "spawn.kind": ("torchrun", "inline"),
+    "spawn.scope": ("replica",),
+    "spawn.start_method": ("auto", "fork", "spawn"),
+    "spawn.on_failure": ("stop", "continue"),
+}
+
+SIZES = ("region.size", "engine.device_cache_size")
+LARGEST_SIZE = "1PiB"
+
+_WEEK_S = 7 * 24 * 3600
+# key: (smallest, largest)
+RANGES: dict[str, tuple[int, int]] = {
+    "parallel.data_parallel_size": (1, 2**20),
+    "parallel.pipeline_parallel_size": (1, 2**20),
+    "parallel.prefill_context_parallel_size": (1, 2**20),
+    "parallel.tensor_parallel_size": (1, 2**20),
+    "parallel.decode_context_parallel_size": (1, 2**20),
+    "region.blocks_per_chunk": (1, 2**20),
+    "engine.tokens_per_block": (1, 2**20),
+    "engine.tokens_per_hash": (1, 2**30),
+    "engine.max_tokens_per_step": (1, 2**31),
+    "engine.copy_threads": (1, 256),
+    "spawn.nnodes": (1, 2**20),
+    "spawn.node_rank": (0, 2**20),
+    "spawn.devices_per_node": (1, 2**20),
+    "spawn.rdzv_port": (0, 65535),
+    "spawn.start_timeout_s": (1, _WEEK_S),
+    "spawn.group_timeout_s": (1, _WEEK_S),
+    "spawn.stop_timeout_s": (0, 3600),
+}
+# Plans are JSON, where larger numbers are not exact.
+_LARGEST_INTEGER = 2**53
+
+
+def not_yet(key: str, value: str) -> Problem:
+    return Problem(
+        key,
+        value,
+        "is not there yet in this version of kvquay",
+        "see the README for what works now; leave it out",
+    )
+
+
+def leaves(node: Any = None, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key that holds a value, and the value: of a configuration, or of the defaults."""
+    node = Config() if node is None else node
+    for field in dataclasses.fields(node):
+        key, value = prefix + field.name, getattr(node, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from leaves(value, key + ".")
+        else:
+            yield key, value
+
+
+def check_values(config: Config) -> list[Problem]:
+    """Every value of a configuration that cannot be right by itself."""
+    return [problem for key, value in leaves(config) for problem in check_value(key, value)]
+
+
+def check_value(key: str, value: Any) -> list[Problem]:
+    """What is wrong with one value of the right type; None is never wrong here."""
+    if value is None:
+        return []
+    if isinstance(value, str) and not _is_text(value):
+        return [Problem(key, value, "is not valid UTF-8 text", "type it in UTF-8")]
+    if isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
+        return [Problem(key, value, f"must be at most {_LARGEST_INTEGER}", "choose less")]
+    if key in CHOICES:
+        return _check_choice(key, str(value))
+    if key in SIZES:
+        return _check_size(key, str(value))
+    if key in RANGES:
+        return _check_range(key, value)
+    if key == "tiers.order":
+        return _check_order(key, value)
+    return []
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _check_choice(key: str, value: str) -> list[Problem]:
+    known = CHOICES[key]
+    if value in known:
+        return []
+    if value in NOT_YET.get(key, ()):
+        return [not_yet(key, value)]
+    limit = f"must be one of {', '.join(known)}"
+    return [Problem(key, value, limit, did_you_mean(value, known))]
+
+
+def _check_size(key: str, value: str) -> list[Problem]:
+    try:
+        nbytes = parse_size(value)
+    except ValueError as error:
+        return [Problem(key, value, str(error), f"write it like {key}=256MiB")]
+    if not 1 <= nbytes <= parse_size(LARGEST_SIZE):
+        limit = f"must be more than 0 and at most {LARGEST_SIZE}"
+        return [Problem(key, value, limit, f"write it like {key}=256MiB")]
+    return []
+
+
+def _check_range(key: str, value: float) -> list[Problem]:
+    smallest, largest = RANGES[key]
+    if smallest <= value <= largest:  # a NaN is not
+        return []
+    limit = f"must be between {smallest} and {largest}"
+    near = largest if value > largest else smallest
+    return [Problem(key, value, limit, f"set {key}={near}, or something between")]
+
+
+def _check_order(key: str, order: list[str]) -> list[Problem]:
+    problems = []
+    for name in order:
+        if name in NOT_YET[key]:
+            problems.append(not_yet(key, name))
+        elif name != "shm":
+            problems.append(Problem(key, name, "is not a tier", did_you_mean(str(name), ["shm"])))
+    if not order or (order[0] != "shm" and "shm" in order):
+        problems.append(Problem(key, list(order), "must begin with 'shm'", f"set {key}=[shm]"))
+    if len(set(order)) != len(order):
+        problems.append(Problem(key, list(order), "names a tier twice", "name each tier once"))
+    return problems
