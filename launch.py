@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from orchestrator import app
 from orchestrator.compose import register
-from orchestrator.overrides import check_overrides
-from orchestrator.problems import ConfigProblems
+from orchestrator.overrides import check_overrides, explain
+from orchestrator.problems import ConfigProblems, Problem
 from orchestrator.rundir import new_run_id
 from orchestrator.sweep import Sweep
 
@@ -27,25 +28,39 @@ CONF = Path(__file__).resolve().parent / "conf"
 
 
 def _console(*, stderr: bool) -> Console:
-    """As wide as the terminal; a file or a pipe gets lines that are not cut."""
-    console = Console(stderr=stderr)
-    return console if console.is_terminal else Console(stderr=stderr, width=FILE_WIDTH)
+    """As wide as the terminal; a file or a pipe gets lines that are not cut.
+
+    What is shown may hold anything that a user typed, so nothing in it is markup.
+    """
+    stream = sys.stderr if stderr else sys.stdout
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
+    console = Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = FILE_WIDTH
+    return console
 
 
 def main() -> int:
+    """Exit status: see `app`, and 128 + n where signal n ended it."""
     console, errors = _console(stderr=False), _console(stderr=True)
     environment = dict(os.environ)
-    problems = check_overrides(sys.argv[1:], CONF)
-    if problems:
-        errors.print(str(ConfigProblems(problems)), markup=False, highlight=False, soft_wrap=True)
+
+    def refuse(problems: Sequence[Problem]) -> int:
+        errors.print(str(ConfigProblems(problems)), soft_wrap=True)
         return app.EXIT_CONFIG
+
+    if problems := check_overrides(sys.argv[1:], CONF):
+        return refuse(problems)
 
     # Hydra would print its own errors and exit with 1; ours is 2, with the reason in one piece.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     register()
     run_id = new_run_id()
     OmegaConf.register_new_resolver("kvquay.run_id", lambda: run_id, replace=True)
+    begun: list[app.Job] = []
     outcomes: list[app.Outcome] = []
+    bugs: list[Exception] = []
     sweep = Sweep()
 
     @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -59,7 +74,14 @@ def main() -> int:
             overrides=tuple(hydra_config.overrides.task),
             environment=environment,
         )
-        outcome = app.run(cfg, description, console, errors)
+        begun.append(description)
+        try:
+            outcome = app.run(cfg, description, console, errors)
+        except OSError:
+            raise
+        except Exception as error:
+            bugs.append(error)
+            raise
         outcomes.append(outcome)
         if sweeping:
             sweep.add(number, description, outcome)
@@ -69,12 +91,23 @@ def main() -> int:
 
     try:
         job()
-    except (HydraException, OmegaConfBaseException) as error:
-        errors.print(f"the configuration is bad: {error}", markup=False, soft_wrap=True)
-        return app.EXIT_CONFIG
     except KeyboardInterrupt:
         errors.print("interrupted")
         return 128 + signal.SIGINT
+    except SystemExit as end:
+        if end.code == 1 and not begun:
+            return app.EXIT_CONFIG  # Hydra ends so where it has told what is wrong
+        raise
+    except BrokenPipeError:
+        # Whoever read our output has had enough of it. Nothing more can be written there.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except Exception as error:
+        if bugs:
+            raise
+        if environment.get("HYDRA_FULL_ERROR") == "1":
+            traceback.print_exc()
+        return refuse([explain(error)])
     finally:
         sweep.show(console)
     return max((outcome.exit_status for outcome in outcomes), default=app.EXIT_OK)

@@ -49,7 +49,7 @@ def set_state(header: Header, state: int) -> None:
 
 def holds(header: Header, key: bytes, group: int) -> bool:
     """Whether the row is meant for this key and group, filled or being filled."""
-    magic, version, state, found_group, length, found_key, _, _ = _HEADER.unpack_from(header)
+    magic, version, state, found_group, length, found_key, _, _ = _HEADER.unpack_from(header.data)
     return bool(
         magic == MAGIC
         and version == FORMAT_VERSION

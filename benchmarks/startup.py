@@ -5,8 +5,8 @@
 Both start four workers on this machine, in turn, several times; the ratio is that of the medians.
 For kvquay, `ready` counts from the start of the `python launch.py` process, configuration and plan
 included, to the last of four workers being able to serve, region mapped and tensors made; `ready_s`
-is what its report says, which counts from the end of planning. For torchrun it counts from the start of the
-process to the last of four workers having imported torch and made the group.
+is what its report says, which counts from the end of planning. For torchrun it counts from the
+start of the process to the last of four workers having imported torch and made the group.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Outcome:
 
 
 def run(cfg: DictConfig, job: Job, console: Console, errors: Console) -> Outcome:
-    """Do what `action` says. Every expected failure becomes an Outcome, already told on `errors`."""
+    """Do what `action` says. Every expected failure becomes an Outcome, told on `errors`."""
     try:
         config = _absolute(to_config(cfg))
         checked = validate(config, job.run_dir)

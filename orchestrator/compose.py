@@ -6,7 +6,10 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from orchestrator.overrides import explain
+from orchestrator.problems import ConfigProblems
 from orchestrator.schema import Config
 
 
@@ -28,9 +31,11 @@ def register() -> None:
 def to_config(cfg: DictConfig) -> Config:
     """The composed configuration as frozen dataclasses.
 
-    Raises omegaconf.errors.OmegaConfBaseException where a value is missing or an interpolation
-    cannot be resolved.
+    Raises ConfigProblems where a value is missing or an interpolation cannot be resolved.
     """
-    config: Any = OmegaConf.to_object(cfg)
+    try:
+        config: Any = OmegaConf.to_object(cfg)
+    except OmegaConfBaseException as error:
+        raise ConfigProblems([explain(error)]) from error
     assert isinstance(config, Config), type(config)
     return config

@@ -17,7 +17,7 @@ import msgspec
 
 from backends.config import CacheConfig, KvGroup, ModelConfig, OffloadConfig, ParallelConfig
 from backends.errors import KvquayError
-from backends.layout import geometry_digest, slot_bytes, worker_groups
+from backends.layout import geometry_digest, replica_worker_groups, slot_bytes
 from backends.region.spec import RegionSpec, rows_for_size
 from orchestrator import __version__
 from orchestrator.schema import CleanConf, Config
@@ -163,10 +163,7 @@ def geometry(
 ) -> Geometry:
     """Slot, rows and device blocks that the sizes of the configuration come to."""
     cache = cache_config(config, topology)
-    held = [
-        worker_groups(groups, model, cache, _parallel_config(topology, placement))
-        for placement in topology.replica(0)
-    ]
+    held = replica_worker_groups(groups, model, cache, topology)
     per_block = tuple(tuple(group.block_bytes for group in worker) for worker in held)
     slot = slot_bytes(held, cache.blocks_per_chunk)
     rows = rows_for_size(parse_size(config.region.size), slot, topology.local_world_size)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from backends.errors import RegionError
-from backends.region.region import Region, RegionHandle
+from backends.region.handle import RegionHandle
+from backends.region.region import Region
 from backends.region.spec import RegionSpec
 from orchestrator.groups import Group, Identity
 

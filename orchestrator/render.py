@@ -6,79 +6,114 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from orchestrator.plan import Plan
+from orchestrator.plan import Plan, ReplicaPlan
 from orchestrator.units import format_size
 
-ROWS_SHOWN = 64
+WORKERS_SHOWN = 64
+REPLICAS_SHOWN = 16
+COMMANDS_SHOWN = 4
 
 
 def _table(*columns: str) -> Table:
-    return Table(*columns, box=None, pad_edge=False, header_style="bold")
+    """Columns as wide as what stands in them; where the console is narrow, words are folded."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _line(console: Console, *parts: str | tuple[str, str]) -> None:
+    """A line that is never cut or broken, so that it can be copied."""
+    console.print(Text.assemble(*parts), soft_wrap=True)
 
 
 def print_plan(console: Console, plan: Plan) -> None:
-    """The placement of every worker (the first ROWS_SHOWN), of every region, and the totals."""
-    topology, region = plan.topology, plan.region
-    console.print(
-        f"[bold]plan {plan.digest[:16]}[/]  {topology.data_parallel_size} replicas x "
-        f"{topology.world_size} workers (PP {topology.pp_size} x PCP {topology.pcp_size} x "
-        f"TP {topology.tp_size}, DCP {topology.dcp_size}) on {topology.nnodes} node(s); "
-        f"model {plan.model.name}, {plan.model.dtype}",
-        highlight=False,
+    """The placement of workers and regions, the totals, and the commands; the first of each."""
+    topology = plan.topology
+    nodes = "1 node" if topology.nnodes == 1 else f"{topology.nnodes} nodes"
+    _line(
+        console,
+        (f"plan {plan.digest[:16]}", "bold"),
+        f"  {topology.data_parallel_size} replicas x {topology.world_size} workers on {nodes}",
     )
-    workers = _table(
-        *("replica", "node", "rank", "PP/PCP/TP", "local_rank", "device", "slot", "B/block")
+    _line(
+        console,
+        f"PP {topology.pp_size} x PCP {topology.pcp_size} x TP {topology.tp_size}, "
+        f"DCP {topology.dcp_size}; model {plan.model.name}, {plan.model.dtype}\n",
     )
-    total = 0
-    for replica in plan.replicas:
-        for worker in replica.workers:
-            total += 1
-            if total > ROWS_SHOWN:
-                continue
-            workers.add_row(
-                str(replica.data_parallel_index),
-                str(worker.node_rank),
-                str(worker.rank),
-                f"{worker.pp_rank}/{worker.pcp_rank}/{worker.tp_rank}",
-                str(worker.local_rank),
-                f"{worker.device}:{worker.device_index}",
-                str(worker.slot),
-                str(sum(worker.worker_bytes_per_block)),
-            )
-    console.print(workers)
-    if total > ROWS_SHOWN:
-        console.print(f"... {total - ROWS_SHOWN} more workers in plan.json")
-    regions = _table("replica", "region", "bytes", "directory", "rendezvous")
-    for replica in plan.replicas[:ROWS_SHOWN]:
-        regions.add_row(
+    console.print(_workers(plan))
+    _more(console, topology.data_parallel_size * topology.world_size - WORKERS_SHOWN, "workers")
+    _line(console)
+    console.print(_regions(plan))
+    _more(console, topology.data_parallel_size - REPLICAS_SHOWN, "replicas")
+    _line(console)
+    console.print(_sizes(plan))
+    _line(console, f"device cache: {plan.device_blocks} blocks a rank\n")
+    _line(console, "by hand, each replica on its node:")
+    for replica in plan.replicas[:COMMANDS_SHOWN]:
+        _line(console, f"  {replica.command}")
+    _more(console, topology.data_parallel_size - COMMANDS_SHOWN, "commands")
+
+
+def _more(console: Console, count: int, what: str) -> None:
+    if count > 0:
+        _line(console, f"... {count} more {what} in plan.json")
+
+
+def _workers(plan: Plan) -> Table:
+    topology = plan.topology
+    axes = "PP/PCP/TP/DCP" if topology.dcp_size > 1 else "PP/PCP/TP"
+    table = _table("replica", "node", "rank", axes, "local_rank", "device", "slot", "bytes/block")
+    shown = -(-WORKERS_SHOWN // topology.world_size)
+    workers = [(r, worker) for r in plan.replicas[:shown] for worker in r.workers]
+    for replica, worker in workers[:WORKERS_SHOWN]:
+        coordinates = f"{worker.pp_rank}/{worker.pcp_rank}/{worker.tp_rank}"
+        table.add_row(
             str(replica.data_parallel_index),
+            str(worker.node_rank),
+            str(worker.rank),
+            coordinates + (f"/{worker.dcp_rank}" if topology.dcp_size > 1 else ""),
+            str(worker.local_rank),
+            f"{worker.device}:{worker.device_index}",
+            str(worker.slot),
+            f"{sum(worker.worker_bytes_per_block):,}",
+        )
+    return table
+
+
+def _regions(plan: Plan) -> Table:
+    table = _table("replica", "node", "region", "bytes", "directory", "rendezvous")
+    for replica in plan.replicas[:REPLICAS_SHOWN]:
+        table.add_row(
+            str(replica.data_parallel_index),
+            _nodes(replica),
             replica.region_name,
             format_size(replica.region_bytes),
             replica.directory,
-            replica.rdzv_endpoint.replace(":0", ":(free)")
-            if replica.rdzv_endpoint.endswith(":0")
-            else replica.rdzv_endpoint,
+            replica.rdzv_endpoint.removesuffix(":0"),
         )
-    console.print()
-    console.print(regions)
-    if len(plan.replicas) > ROWS_SHOWN:
-        console.print(f"... {len(plan.replicas) - ROWS_SHOWN} more replicas in plan.json")
-    console.print()
-    sizes = _table("region", "per rank", "per replica", "per node")
-    sizes.add_row(
-        f"{region.rows} rows of {region.tokens_per_row} tokens, {format_size(region.row_bytes)}",
+    return table
+
+
+def _nodes(replica: ReplicaPlan) -> str:
+    first, last = replica.node_ranks[0], replica.node_ranks[-1]
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _sizes(plan: Plan) -> Table:
+    region = plan.region
+    table = _table("rows", "tokens/row", "bytes/row", "per rank", "per replica", "per node")
+    table.add_row(
+        f"{region.rows:,}",
+        f"{region.tokens_per_row:,}",
+        format_size(region.row_bytes),
         format_size(region.bytes_per_rank),
         format_size(region.bytes_per_replica),
         format_size(region.bytes_per_node),
     )
-    console.print(sizes)
-    console.print(f"device cache: {plan.device_blocks} blocks a rank", highlight=False)
-    console.print("\ncommand of each replica (what the launcher does, by hand):")
-    for replica in plan.replicas[:4]:
-        console.print(f"  {replica.command}", soft_wrap=True, markup=False, highlight=False)
-    if len(plan.replicas) > 4:
-        console.print(f"  ... {len(plan.replicas) - 4} more in plan.json")
+    return table
 
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
@@ -123,13 +158,15 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     checked = report["verification"]
     ready = "not reached" if report["ready_s"] is None else f"{report['ready_s']:.2f} s"
     console.print()
-    console.print(
-        f"status: [bold]{report['status']}[/]   blocks checked {checked['blocks_checked']:,}, "
-        f"wrong {checked['blocks_wrong']:,}   ready {ready}, whole run {report['duration_s']:.2f} s",
-        highlight=False,
+    _line(
+        console,
+        "status: ",
+        (report["status"], "bold"),
+        f"   blocks checked {checked['blocks_checked']:,}, wrong {checked['blocks_wrong']:,}"
+        f"   ready {ready}, whole run {report['duration_s']:.2f} s",
     )
-    console.print(f"report: {report['run_dir']}/report.json", soft_wrap=True, highlight=False)
-    console.print(f"again:  {report['reproduce']}", soft_wrap=True, markup=False, highlight=False)
+    _line(console, f"report: {report['run_dir']}/report.json")
+    _line(console, f"again:  {report['reproduce']}")
 
 
 def _rate(bytes_per_s: float | None) -> str:
@@ -158,5 +195,5 @@ def print_sweep(console: Console, jobs: list[dict[str, Any]]) -> None:
     console.print(table)
     failed = [job for job in jobs if job["status"] != "ok"]
     for job in failed:
-        console.print(f"\njob {job['number']} ({job['status']}): {job['reason']}", markup=False)
-    console.print(f"\n{len(jobs)} jobs, {len(failed)} failed", highlight=False)
+        _line(console, f"\njob {job['number']} ({job['status']}): {job['reason']}")
+    _line(console, f"\n{len(jobs)} jobs, {len(failed)} failed")

@@ -1,7 +1,7 @@
 """A run's results: `report.json` for machines. Rates are bytes of all ranks per second.
 
-A replica's rate is its bytes over the copy time of its slowest rank; replicas run beside each other,
-so the tier's rate is their sum. Latency is that of one worker's load of one step.
+A replica's rate is its bytes over the copy time of its slowest rank; replicas run beside each
+other, so the tier's rate is their sum. Latency is that of one worker's load of one step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The types and legal keys of the configuration. YAML under `conf/` gives the values.
 
 Each class is one Hydra config group. Nothing here checks a value (see `validate`), and nothing
-imports Hydra (see `compose`) or torch: workers read these types back from a plan. Choices are plain strings: the
-validator reports them with a suggestion, all of them at once.
+imports Hydra (see `compose`) or torch: workers read these types back from a plan. Choices are plain
+strings: the validator reports them with a suggestion, all of them at once.
 
 A `*_size` in this file is a number of ranks; a size in bytes is text as people write it
 (`8GiB`), and the comment behind it says whether it is per rank, per replica or per node.

@@ -165,7 +165,7 @@ def supervise(plan: Plan, spawner: Spawner, view: View) -> RunState:
                 break
             if state.failures and settings.on_failure == "stop":
                 break
-            hang = _start_timeout(plan, state) or _stillness(plan, state, stillness, told)
+            hang = start_timeout(plan, state) or _stillness(plan, state, stillness, told)
             if hang is not None:
                 state.failures.append(hang)
                 break
@@ -242,7 +242,7 @@ def _failure(run_dir: RunDir, index: int, code: int, zygote_exit: int | None) ->
     )
 
 
-def _start_timeout(plan: Plan, state: RunState) -> Failure | None:
+def start_timeout(plan: Plan, state: RunState) -> Failure | None:
     """Who is missing when start-up has taken too long. Replicas that have ended are not."""
     limit_s = plan.settings.spawn.start_timeout_s
     if time.monotonic() - state.started_s <= limit_s:

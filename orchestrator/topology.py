@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from orchestrator.problems import Problem
 
+MAX_WORKERS = 2**18
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -116,6 +118,17 @@ def check_topology(
     if problems:
         return None, problems
     topology = Topology(data_parallel_size, pp_size, pcp_size, tp_size, dcp_size, nnodes)
+    workers = data_parallel_size * topology.world_size
+    if workers > MAX_WORKERS:
+        return None, [
+            Problem(
+                "parallel.data_parallel_size",
+                data_parallel_size,
+                f"DP x PP x PCP x TP = {data_parallel_size} x {pp_size} x {pcp_size} x {tp_size} = "
+                f"{workers} workers; at most {MAX_WORKERS} are planned",
+                "make an axis smaller",
+            )
+        ]
     if tp_size % dcp_size:
         problems.append(
             Problem(

@@ -9,69 +9,34 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from backends import machine
 from backends.config import KvGroup, ModelConfig
+from backends.errors import RegionError
 from backends.layout import check_sharding
 from backends.region.space import check_node_space, headroom_bytes
-from backends.region.spec import BACKINGS, HUGE_PAGES
+from backends.region.spec import HEADER_BYTES, row_bytes_for
 from orchestrator.model import check_model, resolve_model
-from orchestrator.overrides import NOT_YET, not_yet
 from orchestrator.plan import Geometry, cache_config, geometry
-from orchestrator.problems import ConfigProblems, Problem, did_you_mean
+from orchestrator.problems import ConfigProblems, Problem
 from orchestrator.schema import Config
 from orchestrator.topology import Topology, check_topology
 from orchestrator.units import format_size, parse_size
+from orchestrator.values import CPU_KERNELS, CUDA_KERNELS, SIZES, check_values
 from orchestrator.workload.check import check as check_workload
 from orchestrator.workloads import workload_spec
 
-ACTIONS = ("run", "plan", "clean")
-VIEWS = ("auto", "plain", "quiet")
 WORKER_BYTES = 150 << 20
 """What a worker process needs beside its KV, measured: resident size that forks do not share."""
 RUN_DIR_BYTES = 64 << 20
 FILES_PER_WORKER = 6
 FILES_OF_LAUNCHER = 64
 
-CHOICES: dict[str, tuple[Callable[[Config], str], tuple[str, ...]]] = {
-    "action": (lambda c: c.action, ACTIONS),
-    "view": (lambda c: c.view, VIEWS),
-    "region.backing": (lambda c: c.region.backing, BACKINGS),
-    "region.huge_pages": (lambda c: c.region.huge_pages, HUGE_PAGES),
-    "region.numa": (lambda c: c.region.numa, ("auto", "off")),
-    "region.pin": (lambda c: c.region.pin, ("auto", "off")),
-    "tiers.stack.shm.eviction": (lambda c: c.tiers.stack.shm.eviction, ("lru",)),
-    "engine.kind": (lambda c: c.engine.kind, ("reference",)),
-    "engine.device": (lambda c: c.engine.device, ("cpu", "cuda")),
-    "engine.layout": (lambda c: c.engine.layout, ("layers_first", "blocks_first")),
-    "engine.verify": (lambda c: c.engine.verify, ("all", "sample", "off")),
-    "spawn.kind": (lambda c: c.spawn.kind, ("torchrun", "inline")),
-    "spawn.scope": (lambda c: c.spawn.scope, ("replica",)),
-    "spawn.start_method": (lambda c: c.spawn.start_method, ("auto", "fork", "spawn")),
-    "spawn.on_failure": (lambda c: c.spawn.on_failure, ("stop", "continue")),
-}
-
-SIZES: dict[str, Callable[[Config], str]] = {
-    "region.size": lambda c: c.region.size,
-    "engine.device_cache_size": lambda c: c.engine.device_cache_size,
-}
-
-# key → (value, smallest that is allowed)
-MINIMA: dict[str, tuple[Callable[[Config], float | None], float]] = {
-    "region.blocks_per_chunk": (lambda c: c.region.blocks_per_chunk, 1),
-    "engine.tokens_per_block": (lambda c: c.engine.tokens_per_block, 1),
-    "engine.tokens_per_hash": (lambda c: c.engine.tokens_per_hash, 1),
-    "engine.max_tokens_per_step": (lambda c: c.engine.max_tokens_per_step, 1),
-    "engine.copy_threads": (lambda c: c.engine.copy_threads, 1),
-    "spawn.node_rank": (lambda c: c.spawn.node_rank, 0),
-    "spawn.devices_per_node": (lambda c: c.spawn.devices_per_node, 1),
-    "spawn.start_timeout_s": (lambda c: c.spawn.start_timeout_s, 1),
-    "spawn.group_timeout_s": (lambda c: c.spawn.group_timeout_s, 1),
-    "spawn.stop_timeout_s": (lambda c: c.spawn.stop_timeout_s, 0),
-}
+_UNITS = ("engine.tokens_per", "region.blocks_per_chunk")
+_SIMPLEST = Topology(1, 1, 1, 1, 1, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,87 +51,54 @@ class Validated:
 def validate(config: Config, run_dir: Path) -> Validated:
     """Check a configuration against itself and against this machine.
 
-    Raises ConfigProblems with all that was found.
+    Raises ConfigProblems with all that was found. A check that stands on values which are wrong
+    themselves is left out, so that nothing is told twice.
     """
-    problems = [*_choices(config), *_sizes(config), *_minima(config), *_tiers(config)]
-    problems += [Problem(*finding) for finding in check_model(config.model)]
-    topology, found = _topology(config)
-    problems += found
+    problems = check_values(config)
+    # What dead runs left may be why there is no room; removing it needs none.
+    on_this_machine = config.spawn.check_machine and config.action != "clean"
+    topology = None
+    if _clear(problems, "parallel.", "spawn.nnodes"):
+        topology, found = _topology(config)
+        problems += found
     problems += _spawn(config, topology)
-    if topology is not None:
-        problems += _units(config, topology)
-    if problems or topology is None:
-        raise ConfigProblems(problems + _workload(config, topology))
-
-    model, groups = resolve_model(config.model)
-    problems += [Problem(*finding) for finding in check_sharding(groups, topology)]
-    problems += _workload(config, topology)
-    if config.spawn.check_machine:
+    problems += _settings(config)
+    if _clear(problems, *_UNITS):
+        problems += [] if topology is None else _units(config, topology)
+        problems += _workload(config, topology or _SIMPLEST)
+    findings = check_model(config.model)
+    problems += [Problem(*finding) for finding in findings]
+    if on_this_machine:
         problems += _run_dir(run_dir)
-    if not any(problem.key.startswith("parallel.") for problem in problems):
-        shape = geometry(config, topology, model, groups)
-        problems += _geometry(config, model, groups, topology, shape)
-        if config.spawn.check_machine:
-            problems += _machine(config, topology)
-    if problems:
+        problems += _ports(config, topology)
+        problems += _devices(config, topology)
+    resolved = None if findings else resolve_model(config.model)
+    if topology is not None and resolved is not None:
+        sizes_hold = _clear(problems, *_UNITS, *SIZES)
+        problems += _shards(config, topology, *resolved, sizes_hold, on_this_machine)
+    if topology is not None and on_this_machine and _clear(problems, "region.backing", *SIZES):
+        problems += _memory(config, topology)
+        problems += _files(config, topology)
+    if problems or topology is None or resolved is None:
         raise ConfigProblems(problems)
-    return Validated(topology, model, groups)
+    return Validated(topology, *resolved)
 
 
-def _choices(config: Config) -> Iterator[Problem]:
-    for key, (read, known) in CHOICES.items():
-        value = read(config)
-        if value in known:
-            continue
-        if value in NOT_YET.get(key, ()):
-            yield not_yet(key, value)
-        else:
-            hint = did_you_mean(value, known)
-            yield Problem(key, value, f"must be one of {', '.join(known)}", hint)
-
-
-def _sizes(config: Config) -> Iterator[Problem]:
-    for key, read in SIZES.items():
-        try:
-            if parse_size(read(config)) < 1:
-                yield Problem(key, read(config), "must be more than 0", f"set {key}=256MiB, say")
-        except ValueError as error:
-            yield Problem(key, read(config), str(error), f"write it like {key}=256MiB")
-
-
-def _minima(config: Config) -> Iterator[Problem]:
-    for key, (read, smallest) in MINIMA.items():
-        value = read(config)
-        if value is not None and not value >= smallest:  # a NaN is not
-            yield Problem(key, value, f"must be at least {smallest}", f"set {key}={smallest}")
-
-
-def _tiers(config: Config) -> Iterator[Problem]:
-    order = config.tiers.order
-    for name in order:
-        if name in NOT_YET["tiers.order"]:
-            yield not_yet("tiers.order", name)
-        elif name != "shm":
-            yield Problem("tiers.order", name, "is not a tier", did_you_mean(name, ["shm"]))
-    if not order or (order[0] != "shm" and "shm" in order):
-        yield Problem("tiers.order", list(order), "must begin with 'shm'", "set tiers.order=[shm]")
-    if len(set(order)) != len(order):
-        yield Problem("tiers.order", list(order), "names a tier twice", "name each tier once")
+def _clear(problems: Iterable[Problem], *prefixes: str) -> bool:
+    """Whether nothing is wrong with any key that begins so."""
+    return not any(problem.key.startswith(prefixes) for problem in problems)
 
 
 def _topology(config: Config) -> tuple[Topology | None, list[Problem]]:
     parallel, spawn = config.parallel, config.spawn
-    devices = spawn.devices_per_node
-    if devices is None and config.engine.device == "cuda" and spawn.check_machine:
-        devices = machine.cuda_device_count()
     topology, problems = check_topology(
         data_parallel_size=parallel.data_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
         pcp_size=parallel.prefill_context_parallel_size,
         tp_size=parallel.tensor_parallel_size,
         dcp_size=parallel.decode_context_parallel_size,
-        nnodes=parallel.nodes,
-        devices_per_node=devices,
+        nnodes=spawn.nnodes,
+        devices_per_node=spawn.devices_per_node,
     )
     if parallel.nodes != spawn.nnodes:
         problems.append(
@@ -189,52 +121,96 @@ def _spawn(config: Config, topology: Topology | None) -> Iterator[Problem]:
             "running on several nodes is not there yet in this version of kvquay",
             "plan it with action=plan, or run on one node",
         )
-    if spawn.nnodes >= 1 and spawn.node_rank >= spawn.nnodes:
+    if 1 <= spawn.nnodes <= spawn.node_rank:
         limit = f"must be less than spawn.nnodes = {spawn.nnodes}"
         yield Problem("spawn.node_rank", spawn.node_rank, limit, "number nodes from 0")
     if topology is None:
         return
     workers = topology.workers_per_node
     devices = spawn.devices
-    if devices is not None:
-        if len(devices) != workers:
-            yield Problem(
-                "spawn.devices",
-                list(devices),
-                f"must name one device for each of the {workers} workers on a node",
-                f"name {workers} devices, or leave it out",
-            )
-        if len(set(devices)) != len(devices) or any(device < 0 for device in devices):
-            yield Problem(
-                "spawn.devices",
-                list(devices),
-                "must be different numbers of at least 0",
-                "give every worker a device of its own",
-            )
-        if config.engine.device == "cuda" and spawn.check_machine and devices:
-            count = machine.cuda_device_count()
-            if max(devices) >= count:
-                limit = f"this machine has {count} CUDA devices, numbered from 0"
-                yield Problem("spawn.devices", list(devices), limit, "name devices that exist")
-    local = topology.data_parallel_size_local
+    if devices is not None and len(devices) != workers:
+        yield Problem(
+            "spawn.devices",
+            list(devices),
+            f"must name one device for each of the {workers} workers on a node",
+            f"name {workers} devices, or leave it out",
+        )
     last = spawn.rdzv_port + topology.data_parallel_size - 1
-    if spawn.rdzv_port and not 1 <= spawn.rdzv_port <= last <= 65535:
+    if 1 <= spawn.rdzv_port <= 65535 < last:
         yield Problem(
             "spawn.rdzv_port",
             spawn.rdzv_port,
             f"each replica takes one port: {spawn.rdzv_port} to {last} must lie in 1 to 65535",
             "set spawn.rdzv_port=0 and let the system choose free ones",
         )
-    elif spawn.rdzv_port and spawn.check_machine:
-        first = spawn.rdzv_port + spawn.node_rank * local
-        busy = [port for port in range(first, first + local) if not _port_is_free(port)]
-        if busy:
-            yield Problem(
-                "spawn.rdzv_port",
-                spawn.rdzv_port,
-                f"ports in use on this machine: {', '.join(map(str, busy))}",
-                "choose other ports, or spawn.rdzv_port=0 to let the system choose",
-            )
+
+
+def _settings(config: Config) -> Iterator[Problem]:
+    """Settings of one group that do not go together."""
+    devices = config.spawn.devices
+    if devices and (len(set(devices)) != len(devices) or min(devices) < 0):
+        yield Problem(
+            "spawn.devices",
+            list(devices),
+            "must be different numbers of at least 0",
+            "give every worker a device of its own",
+        )
+    region = config.region
+    if region.persist_name and region.backing == "memfd":
+        yield Problem(
+            "region.persist_name",
+            True,
+            "cannot hold with region.backing=memfd: such a region has no name to keep",
+            "set region.backing=shm, or region.persist_name=false",
+        )
+    engine = config.engine
+    kernels = CUDA_KERNELS if engine.device == "cuda" else CPU_KERNELS
+    if engine.copy_kernel in CPU_KERNELS + CUDA_KERNELS and engine.copy_kernel not in kernels:
+        yield Problem(
+            "engine.copy_kernel",
+            engine.copy_kernel,
+            f"is not for engine.device={engine.device}, which has {', '.join(kernels)}",
+            "set engine.copy_kernel=auto",
+        )
+
+
+def _ports(config: Config, topology: Topology | None) -> Iterator[Problem]:
+    port = config.spawn.rdzv_port
+    if topology is None or not 1 <= port <= 65535:
+        return
+    local = topology.data_parallel_size_local
+    first = port + config.spawn.node_rank * local
+    if first + local > 65536:
+        return
+    busy = [port for port in range(first, first + local) if not _port_is_free(port)]
+    if busy:
+        yield Problem(
+            "spawn.rdzv_port",
+            port,
+            f"ports in use on this machine: {', '.join(map(str, busy))}",
+            "choose other ports, or spawn.rdzv_port=0 to let the system choose",
+        )
+
+
+def _devices(config: Config, topology: Topology | None) -> Iterator[Problem]:
+    if config.engine.device != "cuda":
+        return
+    count = machine.cuda_device_count()
+    named = config.spawn.devices
+    if count == 0:
+        limit = "this machine has no CUDA device"
+        yield Problem("engine.device", "cuda", limit, "set engine.device=cpu")
+    elif named and max(named) >= count:
+        limit = f"this machine has {count} CUDA devices, numbered from 0"
+        yield Problem("spawn.devices", list(named), limit, "name devices that exist")
+    elif topology is not None and topology.workers_per_node > count:
+        yield Problem(
+            "engine.device",
+            "cuda",
+            f"this machine has {count} CUDA devices; {topology.data_parallel_size_local} replicas "
+            f"x {topology.local_world_size} workers need {topology.workers_per_node}",
+            "make an axis smaller, or set engine.device=cpu",
+        )
 
 
 def _port_is_free(port: int) -> bool:
@@ -272,16 +248,12 @@ def _units(config: Config, topology: Topology) -> Iterator[Problem]:
         )
 
 
-def _workload(config: Config, topology: Topology | None) -> Iterable[Problem]:
-    if topology is None or config.engine.tokens_per_block < 1:
-        return []
+def _workload(config: Config, topology: Topology) -> Iterator[Problem]:
     spec = workload_spec(config.workload, cache_config(config, topology))
-    problems = []
     for name, message in check_workload(spec):
         key = "engine.tokens_per_hash" if name == "tokens_per_hash" else f"workload.{name}"
         limit, _, fix = message.partition("; ")
-        problems.append(Problem(key, None, limit, fix or f"set {key} to such a value"))
-    return problems
+        yield Problem(key, None, limit, fix or f"set {key} to such a value")
 
 
 def _run_dir(run_dir: Path) -> Iterator[Problem]:
@@ -300,6 +272,24 @@ def _run_dir(run_dir: Path) -> Iterator[Problem]:
     if free < RUN_DIR_BYTES:
         limit = f"has {format_size(free)} free, logs and reports want {format_size(RUN_DIR_BYTES)}"
         yield Problem("hydra.run.dir", str(run_dir), limit, "make room, or set hydra.run.dir=PATH")
+
+
+def _shards(
+    config: Config,
+    topology: Topology,
+    model: ModelConfig,
+    groups: tuple[KvGroup, ...],
+    sizes_hold: bool,
+    on_this_machine: bool,
+) -> list[Problem]:
+    """Can the model be divided over the ranks, and do its parts fit into what was declared?"""
+    problems = [Problem(*finding) for finding in check_sharding(groups, topology)]
+    if sizes_hold and not problems:
+        shape = geometry(config, topology, model, groups)
+        problems += _geometry(config, model, groups, topology, shape)
+        if on_this_machine and not problems:
+            problems += _huge_pages(config, topology, shape)
+    return problems
 
 
 def _geometry(
@@ -341,22 +331,39 @@ def _geometry(
             )
 
 
-def _machine(config: Config, topology: Topology) -> Iterator[Problem]:
-    """This node's share against what this node has."""
+def _huge_pages(config: Config, topology: Topology, shape: Geometry) -> Iterator[Problem]:
+    if config.region.huge_pages != "require":
+        return
+    from backends.region import hugepages  # loads ctypes; seldom needed
+
+    row_bytes = row_bytes_for(shape.slot_bytes, topology.local_world_size)
+    nbytes = HEADER_BYTES + shape.rows * row_bytes
+    try:
+        hugepages.plan("require", nbytes, config.region.backing, machine.huge_pages())
+    except RegionError as error:
+        limit, _, fix = str(error).partition(". ")
+        limit = limit.removeprefix("huge_pages is 'require', but ")
+        yield Problem("region.huge_pages", "require", limit, fix or "set region.huge_pages=try")
+
+
+def _memory(config: Config, topology: Topology) -> Iterator[Problem]:
+    """What this node's replicas ask of its memory together, against what it has."""
     local = topology.data_parallel_size_local
     region = parse_size(config.region.size)
     cache = parse_size(config.engine.device_cache_size)
     workers = topology.workers_per_node
     first = config.spawn.node_rank * local
+    elsewhere = (
+        "; to plan for another machine set spawn.check_machine=false"
+        if config.action == "plan"
+        else ""
+    )
     requests = [(f"dp{index}", region) for index in range(first, first + local)]
     space = check_node_space(requests, config.region.backing)
     for problem in space:
-        yield Problem(
-            "region.size",
-            config.region.size,
-            str(problem),
-            "make region.size or parallel.data_parallel_size smaller, or use more nodes",
-        )
+        message, _, hint = str(problem).partition(". What to do: ")
+        hint = hint or "make region.size or parallel.data_parallel_size smaller, or use more nodes"
+        yield Problem("region.size", config.region.size, message, hint + elsewhere)
     caches = 0 if config.engine.device == "cuda" else cache * workers
     processes = 0 if config.spawn.kind == "inline" else WORKER_BYTES * workers
     limit = machine.tightest_memory_limit()
@@ -368,9 +375,15 @@ def _machine(config: Config, topology: Topology) -> Iterator[Problem]:
             config.engine.device_cache_size,
             f"this node needs {format_size(asked)} of memory: {local} regions of "
             f"{format_size(region)}, {workers} device caches of {format_size(cache)} and "
-            f"{format_size(processes)} for the workers' processes; {format_size(usable)} can be used",
-            "make engine.device_cache_size (per rank), region.size (per replica) or an axis smaller",
+            f"{format_size(processes)} for the workers' processes; {format_size(usable)} can be "
+            "used",
+            "make region.size (per replica), engine.device_cache_size (per rank) or an axis "
+            f"smaller{elsewhere}",
         )
+
+
+def _files(config: Config, topology: Topology) -> Iterator[Problem]:
+    workers = topology.workers_per_node
     files = FILES_OF_LAUNCHER + FILES_PER_WORKER * workers
     if files > machine.open_files_limit():
         yield Problem(
@@ -379,8 +392,4 @@ def _machine(config: Config, topology: Topology) -> Iterator[Problem]:
             f"{workers} workers on a node need about {files} open files, the limit is "
             f"{machine.open_files_limit()}",
             "raise it with `ulimit -n`, or use more nodes",
-        )
-    if config.engine.device == "cuda" and machine.cuda_device_count() == 0:
-        yield Problem(
-            "engine.device", "cuda", "this machine has no CUDA device", "set engine.device=cpu"
         )

@@ -3,7 +3,7 @@
 All coordinates are global, so a rank can make its slice alone, and a block that landed in the wrong
 slot, layer, head, token or place has other bytes. Every 8 bytes are a 64-bit word
 
-    word = place(layer, plane, head, token, word index) ^ mix(block hash ^ stream(group, layer, ...))
+    word = place(layer, plane, head, token, word) ^ mix(block hash ^ stream(group, layer, head))
 
 where `place` comes from a counter-based generator and `mix` is the finaliser of SplitMix64 (Steele,
 Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014). Two words at different

@@ -31,7 +31,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class GroupWorker:
-    """One KV-cache group on one worker: tensors, what they should hold, and the way to the region."""
+    """One KV-cache group on one worker: its tensors, their right content, the way to the region."""
 
     def __init__(
         self,

@@ -98,7 +98,7 @@ def child(function: Callable[[], Any], uid: int | None = None) -> Iterator[Child
         started.clean_up()
 
 
-class ChildFailed(Exception):  # noqa: N818
+class ChildFailed(Exception):
     """The function of a child raised; holds its traceback as text."""
 
 

@@ -1,9 +1,10 @@
 """Create, attach, write, verify and kill, thousands of times; then look for anything left behind.
 
-Each arena plays rounds one after the other: a creator process, peers that attach to its region,
-now and then a rival with the same engine_id, and SIGKILL for one or two of them at a random moment,
-creation included. A reaper runs all the while. Run it as a program; it prints what it did as JSON
-and ends with 1 if a byte was wrong, something leaked, hung or failed without reason.
+Each arena plays rounds one after the other: one process creates a region, peers attach to it, now
+and then a rival with the same engine_id tries to, and SIGKILL strikes at random moments, creation
+included; who was killed is replaced. A reaper runs all the while. Run it as a program: it prints
+what it did as JSON and ends with 1 if a byte was wrong, something leaked, hung or failed without
+reason.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,72 +37,85 @@ from backends.region.region import Region
 from backends.region.spec import RegionSpec
 
 HANG_S = 30.0
-KILL_WITHIN_S = 0.012
+KILL_SHARE = 0.125
+KILL_WITHIN_S = 0.006
+MAX_WORKERS = 4
 _PR_SET_PDEATHSIG = 1
 
 
-@dataclass
-class Actor:
-    """A child of an arena, as the arena sees it: messages come, commands go."""
+class Player:
+    """A child process: answers each command line with one line, until it is killed."""
 
-    role: str
-    pid: int
-    out_fd: int
-    gate_fd: int
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    buffer: bytes = b""
-    ended: bool = False
-    killed: bool = False
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self.region: Region | None = None
 
-    def tell(self, command: bytes) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            os.write(self.gate_fd, command)
+    def serve(self, in_fd: int, out_fd: int) -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        with os.fdopen(in_fd) as commands:
+            for line in commands:
+                command = json.loads(line)
+                try:
+                    answer = getattr(self, command.pop("do"))(**command)
+                except RegionError as error:
+                    answer = {"refused": str(error)}
+                except BaseException:
+                    answer = {"wrong": traceback.format_exc()}
+                os.write(out_fd, json.dumps(answer).encode() + b"\n")
+        os._exit(0)
 
-    def kill(self) -> None:
-        self.killed = True
-        os.kill(self.pid, signal.SIGKILL)
+    def create(self, spec: dict[str, Any], seed: int) -> dict[str, Any]:
+        self.region = region = Region.create(RegionSpec(**spec), directory=self.directory)
+        if any(region.row_view(row).any() for row in range(region.spec.rows)):
+            return {"wrong": "a new region is not zero"}
+        region.slot_view(0)[:] = pattern(seed, 0, region.spec)
+        return {"handle": region.handle().to_dict()}
 
+    def join(
+        self, spec: dict[str, Any], handle: dict[str, Any], seed: int, rank: int
+    ) -> dict[str, Any]:
+        told = RegionHandle.from_dict(handle)
+        with Region.attach(told, RegionSpec(**spec), directory=self.directory) as region:
+            if seed % 2:
+                region.prefault(rank)
+            if verdict(region, seed, 0) != "written":
+                return {"wrong": f"rank {rank} sees other bytes in slot 0 than were written"}
+            region.slot_view(rank)[:] = pattern(seed, rank, region.spec)
+            if verdict(region, seed, rank) != "written":
+                return {"wrong": f"rank {rank} sees other bytes in its slot than it wrote"}
+        return {"written": rank}
 
-class Speaker:
-    """The child's side."""
+    def rival(self, spec: dict[str, Any]) -> dict[str, Any]:
+        with Region.create(RegionSpec(**spec), directory=self.directory):
+            return {"created": True}
 
-    def __init__(self, out_fd: int, gate_fd: int) -> None:
-        self._out_fd = out_fd
-        self._gate_fd = gate_fd
+    def verify(self, seed: int, unlink: bool) -> dict[str, Any]:
+        region = self.region
+        assert region is not None
+        if unlink:
+            region.unlink()
+        spec = region.spec
+        end = 4096 + spec.local_world_size * spec.slot_bytes
+        if any(region.row_view(row)[end:].any() for row in range(spec.rows)):
+            return {"wrong": "padding was written to"}
+        if region.row_headers().any():
+            return {"wrong": "headers were written to"}
+        return {"slots": [verdict(region, seed, k) for k in range(spec.local_world_size)]}
 
-    def say(self, **message: Any) -> None:
-        os.write(self._out_fd, json.dumps(message).encode() + b"\n")
+    def close(self) -> dict[str, Any]:
+        if self.region is not None:
+            self.region.close()
+        return {"closed": True}
 
-    def hear(self) -> bytes:
-        return os.read(self._gate_fd, 1)
+    def exit(self) -> dict[str, Any]:
+        """Go without closing anything, as after a crash."""
+        os._exit(0)
 
 
 def pattern(seed: int, local_rank: int, spec: RegionSpec) -> np.ndarray:
     """Other bytes for every seed, rank and row, and quick to make."""
     first = np.frombuffer(random.Random(f"{seed}.{local_rank}").randbytes(spec.slot_bytes), "u1")
     return first + np.arange(spec.rows, dtype=np.uint8)[:, None]
-
-
-def creator(spec: RegionSpec, directory: str, seed: int, speaker: Speaker) -> None:
-    region = Region.create(spec, directory=directory)
-    if region.slot_view(0).any() or region.row_headers().any():
-        speaker.say(wrong="a new region is not zero")
-    region.slot_view(0)[:] = pattern(seed, 0, spec)
-    speaker.say(handle=region.handle().to_dict())
-    while command := speaker.hear():
-        if command == b"u":
-            region.unlink()
-        elif command == b"v":
-            speaker.say(slots=[verdict(region, seed, k) for k in range(spec.local_world_size)])
-            end = 4096 + spec.local_world_size * spec.slot_bytes
-            padding = any(region.row_view(row)[end:].any() for row in range(spec.rows))
-            if padding or region.row_headers().any():
-                speaker.say(wrong="padding or headers were written to")
-        elif command == b"c":
-            region.close()
-            return
-        elif command == b"x":
-            os._exit(0)
 
 
 def verdict(region: Region, seed: int, local_rank: int) -> str:
@@ -111,23 +125,49 @@ def verdict(region: Region, seed: int, local_rank: int) -> str:
     return "mixed" if slots.any() else "zero"
 
 
-def peer(
-    spec: RegionSpec, directory: str, handle: RegionHandle, seed: int, rank: int, speaker: Speaker
-) -> None:
-    with Region.attach(handle, spec, directory=directory) as region:
-        if rank % 2:
-            region.prefault(rank)
-        if verdict(region, seed, 0) != "written":
-            speaker.say(wrong=f"rank {rank} sees other bytes in slot 0 than were written")
-        region.slot_view(rank)[:] = pattern(seed, rank, spec)
-        if verdict(region, seed, rank) != "written":
-            speaker.say(wrong=f"rank {rank} sees other bytes in its slot than it wrote")
-    speaker.say(done=rank)
+class Actor:
+    """A Player as its arena sees it: alive, busy with one command, or dead."""
 
+    def __init__(self, directory: str) -> None:
+        command_read, command_write = os.pipe()
+        answer_read, answer_write = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(command_write)
+            Player(directory).serve(command_read, answer_write)
+        os.close(command_read)
+        os.close(answer_write)
+        self.commands = command_write
+        self.answers = answer_read
+        self.killed = False
+        self.dead = False
+        self._buffer = b""
 
-def rival(spec: RegionSpec, directory: str, speaker: Speaker) -> None:
-    with Region.create(spec, directory=directory):
-        speaker.say(done="created")
+    def tell(self, **command: Any) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self.commands, json.dumps(command).encode() + b"\n")
+
+    def kill(self) -> None:
+        self.killed = True
+        os.kill(self.pid, signal.SIGKILL)
+
+    def read(self) -> dict[str, Any] | None:
+        """What is there of an answer: it, {} at the end of the process, None if not yet whole."""
+        data = os.read(self.answers, 65536)
+        self._buffer += data
+        if not data:
+            self.dead = True
+            return {}
+        if not self._buffer.endswith(b"\n"):
+            return None
+        answer: dict[str, Any] = json.loads(self._buffer)
+        self._buffer = b""
+        return answer
+
+    def bury(self) -> int:
+        os.close(self.commands)
+        os.close(self.answers)
+        return os.waitpid(self.pid, 0)[1]
 
 
 class Arena:
@@ -137,16 +177,21 @@ class Arena:
         self.rng = random.Random(seed * 1000 + number)
         self.directory = directory
         self.engine_id = f"stress{os.getppid()}_{number}"
-        self.counts = dict.fromkeys(("rounds", "attached", "killed", "refused", "verified"), 0)
+        names = ("rounds", "attached", "killed", "refused", "verified")
+        self.counts = dict.fromkeys(names, 0)
         self.problems: list[str] = []
-        self.actors: list[Actor] = []
-        self.kills: list[tuple[float, Actor]] = []
+        self.actors = [Actor(directory) for _ in range(MAX_WORKERS + 1)]
 
-    def play(self, seconds: float) -> None:
+    def play(self, rounds: int, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and len(self.problems) < 5:
+        for _ in range(rounds):
+            if time.monotonic() > deadline or len(self.problems) > 4:
+                break
             self.round()
             self.counts["rounds"] += 1
+        for actor in self.actors:
+            actor.kill()
+            actor.bury()
 
     def round(self) -> None:
         rng = self.rng
@@ -156,118 +201,97 @@ class Arena:
             backing=rng.choice(("memfd", "shm")),
             rows=rng.choice((1, 3, 16)),
             slot_bytes=rng.choice((64, 4160, 65536)),
-            local_world_size=rng.choice((2, 3, 4)),
+            local_world_size=rng.randint(2, MAX_WORKERS),
             geometry_digest="5" * 16,
-            persist_name=False,
         )
         seed = rng.getrandbits(32)
-        self.actors, self.kills = [], []
-        lead = self.start("creator", lambda s: creator(spec, self.directory, seed, s))
-        self.wait([lead], lambda: bool(lead.messages))
-        if lead.messages and "handle" in lead.messages[-1]:
-            handle = RegionHandle.from_dict(lead.messages[-1]["handle"])
-            self.attach(spec, handle, seed, lead)
-        self.finish(lead, spec)
+        lead = self.actors[0]
+        made = self.ask({lead: {"do": "create", "spec": asdict(spec), "seed": seed}})[lead]
+        if "handle" in made:
+            self.attach(spec, made["handle"], seed)
+        elif not lead.killed:
+            self.problems.append(f"create: {made} {spec}")
+        if rng.random() < 0.1 and not lead.dead:
+            lead.killed = True
+            self.ask({lead: {"do": "exit"}})
+        self.ask({lead: {"do": "close"}})
+        self.respawn()
 
-    def attach(self, spec: RegionSpec, handle: RegionHandle, seed: int, lead: Actor) -> None:
-        peers = [
-            self.start("peer", lambda s, k=k: peer(spec, self.directory, handle, seed, k, s))
-            for k in range(1, spec.local_world_size)
-        ]
+    def attach(self, spec: RegionSpec, handle: dict[str, Any], seed: int) -> None:
+        lead, peers = self.actors[0], self.actors[1 : spec.local_world_size]
+        plan = asdict(spec)
+        asked = {
+            actor: {"do": "join", "spec": plan, "handle": handle, "seed": seed, "rank": rank}
+            for rank, actor in enumerate(peers, 1)
+        }
+        rival = self.actors[MAX_WORKERS]
         if spec.backing == "shm" and self.rng.random() < 0.3:
-            self.start("rival", lambda s: rival(spec, self.directory, s))
-        self.wait(self.actors[1:], lambda: all(actor.ended for actor in self.actors[1:]))
-        if self.rng.random() < 0.5:
-            lead.tell(b"u")
-        lead.tell(b"v")
-        self.wait([lead], lambda: any("slots" in message for message in lead.messages))
-        done = {m["done"] for actor in peers for m in actor.messages if "done" in m}
-        self.counts["attached"] += len(done)
-        for message in lead.messages:
-            for rank, found in enumerate(message.get("slots", [])):
-                self.counts["verified"] += 1
-                if (rank == 0 or rank in done) and found != "written":
-                    self.problems.append(f"slot {rank} of {spec} is {found}, expected written")
+            asked[rival] = {"do": "rival", "spec": plan}
+        answers = self.ask(asked)
+        for actor, answer in answers.items():
+            self.judge(actor, answer, "created" if actor is rival else "written", spec)
+        unlink = self.rng.random() < 0.5
+        found = self.ask({lead: {"do": "verify", "seed": seed, "unlink": unlink}})[lead]
+        self.judge(lead, found, "slots", spec)
+        for rank, state in enumerate(found.get("slots", [])):
+            self.counts["verified"] += 1
+            if (rank == 0 or "written" in answers[self.actors[rank]]) and state != "written":
+                self.problems.append(f"slot {rank} is {state}, expected written: {spec}")
 
-    def finish(self, lead: Actor, spec: RegionSpec) -> None:
-        lead.tell(self.rng.choice((b"c", b"x")))
-        self.wait(self.actors, lambda: all(actor.ended for actor in self.actors))
-        for actor in self.actors:
-            self.judge(actor, lead, spec)
-            os.close(actor.out_fd)
-            os.close(actor.gate_fd)
+    def judge(self, actor: Actor, answer: dict[str, Any], hoped: str, spec: RegionSpec) -> None:
+        """Only the creator's death, or its life for a rival, is a reason to be refused."""
+        lead = self.actors[0]
+        if "refused" in answer:
+            self.counts["refused"] += 1
+            fine = hoped == "created" or lead.killed
+        elif hoped == "created":
+            fine = lead.killed or actor.killed
+        else:
+            fine = hoped in answer or actor.killed
+            self.counts["attached"] += "written" in answer
+        if "wrong" in answer or not fine:
+            self.problems.append(f"{answer} where {hoped!r} was due: {spec}")
 
-    def judge(self, actor: Actor, lead: Actor, spec: RegionSpec) -> None:
-        _, status = os.waitpid(actor.pid, 0)
-        self.counts["killed"] += actor.killed
-        if status and not actor.killed:
-            self.problems.append(f"{actor.role} ended with wait status {status} in {spec}")
-        for message in actor.messages:
-            if "wrong" in message:
-                self.problems.append(f"{message['wrong']}: {spec}")
-            elif "error" in message:
-                self.counts["refused"] += 1
-                # Only the creator's death, or its life for a rival, is a reason to be refused.
-                expected = lead.killed if actor.role == "peer" else actor.role == "rival"
-                if not expected or not message["typed"]:
-                    self.problems.append(f"{actor.role}: {message['error']}")
-            elif actor.role == "rival" and not lead.killed:
-                self.problems.append(f"a rival got {spec} while its engine lived")
-        if not (actor.killed or actor.messages):
-            self.problems.append(f"{actor.role} said nothing in {spec}")
+    def ask(self, commands: dict[Actor, dict[str, Any]]) -> dict[Actor, dict[str, Any]]:
+        """Send all commands at once and wait for the answers; {} from an actor that died.
 
-    def start(self, role: str, play: Callable[[Speaker], None]) -> Actor:
-        out_read, out_write = os.pipe()
-        gate_read, gate_write = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            for actor in self.actors:
-                os.close(actor.gate_fd)
-            os.close(gate_write)
-            _act(play, Speaker(out_write, gate_read))
-        os.close(out_write)
-        os.close(gate_read)
-        actor = Actor(role, pid, out_read, gate_write)
-        self.actors.append(actor)
-        if self.rng.random() < 0.25:
-            self.kills.append((time.monotonic() + self.rng.uniform(0, KILL_WITHIN_S), actor))
-        return actor
-
-    def wait(self, actors: list[Actor], enough: Callable[[], bool]) -> None:
-        """Read messages, and kill whose time has come, until it is enough or they have ended."""
-        deadline = time.monotonic() + HANG_S
-        while not enough() and not all(actor.ended for actor in actors):
+        Every eighth command is one too much for its actor, or for the creator: it is killed at a
+        random moment while all are at work.
+        """
+        start = time.monotonic()
+        kills: list[tuple[float, Actor]] = []
+        for actor, command in commands.items():
+            actor.tell(**command)
+            if self.rng.random() < KILL_SHARE:
+                victim = self.rng.choice((actor, self.actors[0]))
+                kills.append((start + self.rng.uniform(0, KILL_WITHIN_S), victim))
+        answers: dict[Actor, dict[str, Any]] = {}
+        while len(answers) < len(commands):
             now = time.monotonic()
-            for due, victim in self.kills:
-                if due <= now and not victim.killed and not victim.ended:
+            for due, victim in kills:
+                if due <= now and not victim.killed:
                     victim.kill()
-            if now > deadline:
-                hung = [actor for actor in actors if not actor.ended]
-                self.problems.append(f"{[actor.role for actor in hung]} hung for {HANG_S} s")
-                for actor in hung:
+            pending = {actor.answers: actor for actor in commands if actor not in answers}
+            if now - start > HANG_S:
+                self.problems.append(f"hung for {HANG_S} s: {list(commands.values())}")
+                for actor in pending.values():
                     actor.kill()
-                deadline += HANG_S
-            self.read_some()
+                start = now
+            for fd in select.select(list(pending), [], [], 0.0005 if kills else 0.2)[0]:
+                answer = pending[fd].read()
+                if answer is not None:
+                    answers[pending[fd]] = answer
+        return answers
 
-    def read_some(self) -> None:
-        open_fds = {actor.out_fd: actor for actor in self.actors if not actor.ended}
-        for fd in select.select(list(open_fds), [], [], 0.001)[0]:
-            actor = open_fds[fd]
-            data = os.read(fd, 65536)
-            actor.ended = not data
-            *lines, actor.buffer = (actor.buffer + data).split(b"\n")
-            actor.messages += [json.loads(line) for line in lines]
-
-
-def _act(play: Callable[[Speaker], None], speaker: Speaker) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    try:
-        play(speaker)
-    except RegionError as error:
-        speaker.say(error=str(error), typed=True)
-    except BaseException:
-        speaker.say(error=traceback.format_exc(), typed=False)
-    os._exit(0)
+    def respawn(self) -> None:
+        for index, actor in enumerate(self.actors):
+            if actor.killed or actor.dead:
+                if not actor.killed:
+                    self.problems.append(f"an actor died by itself: wait status {actor.bury()}")
+                else:
+                    actor.bury()
+                self.counts["killed"] += actor.killed
+                self.actors[index] = Actor(self.directory)
 
 
 def reap_always(directory: str) -> None:
@@ -278,11 +302,13 @@ def reap_always(directory: str) -> None:
         time.sleep(0.003)
 
 
-def arena_process(number: int, directory: str, seed: int, seconds: float, out_fd: int) -> None:
+def arena_process(
+    number: int, directory: str, seed: int, rounds: int, seconds: float, out_fd: int
+) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     arena = Arena(number, directory, seed)
     try:
-        arena.play(seconds)
+        arena.play(rounds, seconds)
     except BaseException:
         arena.problems.append(traceback.format_exc())
     with os.fdopen(out_fd, "w") as stream:
@@ -334,7 +360,7 @@ def _field(path: Path, name: str) -> int:
     raise ValueError(f"{path} has no {name}")
 
 
-def run(seconds: float, arenas: int, seed: int) -> dict[str, Any]:
+def run(rounds: int, seconds: float, arenas: int, seed: int) -> dict[str, Any]:
     directory = tempfile.mkdtemp(prefix="region-stress-", dir="/dev/shm")
     with shared_memory_meter() as used_bytes:
         before = used_bytes()
@@ -346,7 +372,7 @@ def run(seconds: float, arenas: int, seed: int) -> dict[str, Any]:
             out_read, out_write = os.pipe()
             if os.fork() == 0:
                 os.close(out_read)
-                arena_process(number, directory, seed, seconds, out_write)
+                arena_process(number, directory, seed, rounds // arenas, seconds, out_write)
             os.close(out_write)
             streams.append(os.fdopen(out_read))
         parts = [json.loads(stream.read() or "{}") for stream in streams]
@@ -380,11 +406,13 @@ def _settled(used_bytes: Callable[[], int], before: int) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=40.0)
+    parser.add_argument("--rounds", type=int, default=3000)
+    parser.add_argument("--seconds", type=float, default=60.0, help="end then at the latest")
     parser.add_argument("--arenas", type=int, default=3)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(32))
     options = parser.parse_args()
-    result = {"seed": options.seed, **run(options.seconds, options.arenas, options.seed)}
+    result = run(options.rounds, options.seconds, options.arenas, options.seed)
+    result = {"seed": options.seed, **result}
     print(json.dumps(result, indent=2))
     return 1 if result["problems"] else 0
 
