@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
+from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -39,6 +40,13 @@ def _console(*, stderr: bool) -> Console:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = FILE_WIDTH
     return console
+
+
+def _typed_overrides(hydra_config: HydraConf, sweeping: bool) -> tuple[str, ...]:
+    """Overrides as a user types them. Hydra escapes interpolations in those of a sweep alone."""
+    node = OmegaConf.to_container(hydra_config.overrides, resolve=sweeping)
+    assert isinstance(node, dict)
+    return tuple(node["task"])
 
 
 def main() -> int:
@@ -71,7 +79,7 @@ def main() -> int:
         description = app.Job(
             run_id=f"{run_id}-{number}" if sweeping else run_id,
             run_dir=Path(hydra_config.runtime.output_dir),
-            overrides=tuple(hydra_config.overrides.task),
+            overrides=_typed_overrides(hydra_config, sweeping),
             environment=environment,
         )
         begun.append(description)

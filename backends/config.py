@@ -20,6 +20,7 @@ DTYPE_BYTES = {
     "int8": 1,
     "uint8": 1,
 }
+BLOCK_FORMAT_VERSION = 1  # of a stored block, see `backends.block`
 GROUP_KINDS = ("full", "sliding_window", "mla")
 
 

@@ -20,3 +20,7 @@ class RegionError(KvquayError):
 
 class CopyError(KvquayError):
     """A copy was asked for blocks, rows or tensors that do not fit each other."""
+
+
+class TierError(KvquayError):
+    """A tier cannot be opened, or was asked for something that it can never do."""

@@ -6,9 +6,9 @@ gather: blocks at random places of layers-first tensors to random rows of a shar
 scatter: the way back; contiguous: neighbouring blocks of a blocks-first tensor to neighbouring
 rows and back. The memmove runs over the same memory (private tensors, shared region, both touched
 before), in the same direction, with as many threads and without the GIL, between page-aligned
-addresses (elsewhere glibc's can take three times as long). Each copy is timed right
-beside its memmove, in alternating order, and a ratio is the median over the rounds, so that a
-machine whose speed drifts does not decide it. Metadata is a call that moves 8-byte fragments.
+addresses (elsewhere glibc's can take three times as long). Each copy is timed right beside its
+memmove, in alternating order, and a ratio is the median over the rounds, so that a machine whose
+speed drifts does not decide it. Metadata is a call that moves 8-byte fragments.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=64)
     parser.add_argument("--fragment-kib", type=int, default=32)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument(
         "--kernel", default="auto", help="auto, c-avx512, c-avx2, c-portable, numpy"
     )

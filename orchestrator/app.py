@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from backends.errors import KvquayError
+from backends.region.reap import find_stale, reap
 from orchestrator import report as reports
 from orchestrator.clean import clean, remove_named_regions
 from orchestrator.compose import to_config
@@ -24,6 +25,7 @@ from orchestrator.render import print_plan, print_report
 from orchestrator.schema import Config
 from orchestrator.spawn.torchrun import TorchrunSpawner
 from orchestrator.supervise import RunState, Spawner, supervise
+from orchestrator.units import format_size
 from orchestrator.validate import validate
 from orchestrator.view import RunView
 from orchestrator.workload.source import count_requests
@@ -58,6 +60,8 @@ def run(cfg: DictConfig, job: Job, console: Console, errors: Console) -> Outcome
     """Do what `action` says. Every expected failure becomes an Outcome, told on `errors`."""
     try:
         config = _absolute(to_config(cfg))
+        if config.action == "run" and config.region.backing == "shm":
+            _reap(console)
         checked = validate(config, job.run_dir)
         # What a config.json said stands in the plan itself, so that the file may go.
         config = replace(config, model=expand_model(config.model))
@@ -80,6 +84,14 @@ def run(cfg: DictConfig, job: Job, console: Console, errors: Console) -> Outcome
     except (KvquayError, OSError) as error:
         _say(errors, f"{type(error).__name__}: {error}")
         return Outcome(EXIT_FAILED, None, str(error))
+
+
+def _reap(console: Console) -> None:
+    """What dead runs left would be missing from the room that this one is about to ask for."""
+    gone = [result for result in reap(find_stale(), apply=True) if result.removed]
+    if gone:
+        total = format_size(sum(result.size_bytes for result in gone))
+        _say(console, f"removed {len(gone)} region file(s) of dead runs, {total}")
 
 
 def reproduce(overrides: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
 from omegaconf.errors import (
     InterpolationKeyError,
@@ -56,12 +56,9 @@ def check_overrides(argv: Sequence[str], conf: Path) -> list[Problem]:
     """Everything on a command line that is wrong by itself: keys, options, types, values.
 
     Values of a sweep are checked for their type alone: a job that cannot work must not keep the
-    others from running.
+    others from running. Raises SystemExit where an option is unknown; argparse has told it then.
     """
-    try:
-        args = get_args_parser().parse_args(list(argv))
-    except SystemExit:  # argparse has said it; Hydra will again, with the right status
-        return []
+    args = get_args_parser().parse_args(list(argv))
     options = _options(_directories(args, conf))
     fields = schema_fields()
     problems: list[Problem] = []
@@ -91,7 +88,7 @@ def explain(error: BaseException) -> Problem:
     An OSError is that of a directory which Hydra makes for the run.
     """
     for cause in _chain(error):
-        if isinstance(cause, OSError):
+        if isinstance(cause, OSError) and not isinstance(cause, HydraException):
             return Problem(
                 "hydra.run.dir",
                 cause.filename,
@@ -149,9 +146,12 @@ def _options(directories: Sequence[Path]) -> dict[str, list[str]]:
 
 
 def _values(override: Override) -> list[Any]:
-    if override.is_sweep_override():
-        return list(override.sweep_iterator())
-    return [override.value()]
+    """The value, or those of a sweep as far as they are listed one by one."""
+    if not override.is_sweep_override():
+        return [override.value()]
+    if not override.is_discrete_sweep() or override.value_type == ValueType.GLOB_CHOICE_SWEEP:
+        return []
+    return [getattr(value, "text", value) for value in override.sweep_iterator()]
 
 
 def _typed(override: Override, value: Any) -> str:
@@ -224,34 +224,65 @@ def _check_known(key: str, hint: Any, override: Override) -> list[Problem]:
     if override.is_add() and not override.is_force_add():
         fix = f"leave out the +: {(override.input_line or key).removeprefix('+')}"
         return [Problem(key, None, "is in the configuration already and cannot be added", fix)]
+    if override.value_type == ValueType.GLOB_CHOICE_SWEEP:
+        limit = "cannot be swept with glob, which picks options of a group"
+        return [Problem(key, None, limit, f"list the values: {key}=A,B")]
     if dataclasses.is_dataclass(hint):
         return []
-    return [
-        problem
-        for value in _values(override)
-        for problem in _check_typed(key, hint, override, value)
-    ]
+    sweeping = override.is_sweep_override()
+    problems = []
+    for value in _values(override):
+        found = _check_type(key, hint, value, _typed(override, value))
+        if not found and not sweeping and not _is_interpolation(value):
+            found = check_value(key, value)
+        problems += found
+    return problems
 
 
-def _check_typed(key: str, hint: Any, override: Override, value: Any) -> list[Problem]:
-    text = _typed(override, value)
+def _check_type(key: str, hint: Any, value: Any, text: str) -> list[Problem]:
+    """A value against the type of its key; `text` is how it was typed."""
     optional = type(None) in typing.get_args(hint)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         hint = next(part for part in typing.get_args(hint) if part is not type(None))
     if value is None:
         fix = f"set it: {key}=VALUE"
         return [] if optional else [Problem(key, "null", "must have a value", fix)]
-    if str(value).startswith("${"):
+    if _is_interpolation(value):
         return []
-    expected = _mismatch(hint, value)
-    if expected:
+    if expected := _mismatch(hint, value):
         expected += " or null" if optional else ""
         return [Problem(key, text, f"must be {expected}", f"set {key} to {expected}")]
-    if override.is_sweep_override():
+    if typing.get_origin(hint) is not list:
         return []
-    if typing.get_origin(hint) is list or hint is not str:
-        return check_value(key, value)
-    return check_value(key, text)
+    (of,) = typing.get_args(hint)
+    if not dataclasses.is_dataclass(of):
+        return []
+    return [
+        p for index, entry in enumerate(value) for p in _check_entry(f"{key}[{index}]", of, entry)
+    ]
+
+
+def _is_interpolation(value: Any) -> bool:
+    return isinstance(value, str) and "${" in value
+
+
+def _check_entry(key: str, cls: Any, entry: Any) -> list[Problem]:
+    """One mapping of a list of mappings, such as `model.groups[0]`."""
+    if not isinstance(entry, dict):
+        return [Problem(key, entry, "must be a mapping", f"write it like {{{_first(cls)}: VALUE}}")]
+    hints = typing.get_type_hints(cls)
+    problems = []
+    for name, value in entry.items():
+        if name in hints:
+            problems += _check_type(f"{key}.{name}", hints[name], value, str(value))
+        else:
+            hint = did_you_mean(str(name), hints)
+            problems.append(Problem(f"{key}.{name}", None, "is not a key of such a mapping", hint))
+    return problems
+
+
+def _first(cls: Any) -> str:
+    return dataclasses.fields(cls)[0].name
 
 
 def _mismatch(hint: Any, value: Any) -> str:
@@ -259,9 +290,8 @@ def _mismatch(hint: Any, value: Any) -> str:
     if typing.get_origin(hint) is list:
         (of,) = typing.get_args(hint)
         expected = _SCALARS[of][1] if of in _SCALARS else "a mapping"
-        text = f"a list, each entry {expected}, such as [A,B]"
         if not isinstance(value, list) or any(_mismatch(of, entry) for entry in value):
-            return text
+            return f"a list in brackets, [A,B], each entry {expected}"
         return ""
     if hint not in _SCALARS:
         return ""

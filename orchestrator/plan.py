@@ -15,14 +15,22 @@ from pathlib import Path
 
 import msgspec
 
-from backends.config import CacheConfig, KvGroup, ModelConfig, OffloadConfig, ParallelConfig
-from backends.errors import KvquayError
-from backends.layout import geometry_digest, replica_worker_groups, slot_bytes
+from backends.config import (
+    BLOCK_FORMAT_VERSION,
+    CacheConfig,
+    KvGroup,
+    ModelConfig,
+    OffloadConfig,
+    ParallelConfig,
+)
+from backends.errors import ConfigError, KvquayError
+from backends.layout import fingerprint, geometry_digest, replica_worker_groups, slot_bytes
 from backends.region.spec import RegionSpec, rows_for_size
 from orchestrator import __version__
 from orchestrator.schema import CleanConf, Config
 from orchestrator.topology import Placement, Topology
 from orchestrator.units import parse_size
+from orchestrator.workload.hashing import HASH_ALGORITHM
 
 PLAN_FORMAT = 1
 DEFAULT_RDZV_PORT = 29400  # torchrun's own
@@ -101,6 +109,7 @@ class Plan:
     model: ModelConfig
     groups: tuple[KvGroup, ...]
     cache: CacheConfig
+    fingerprint: str
     region: RegionPlan
     device_blocks: int
     replicas: tuple[ReplicaPlan, ...]
@@ -135,6 +144,14 @@ class Plan:
             persist_name=settings.persist_name,
             huge_pages=settings.huge_pages,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Stamp:
+    """The part of a plan file that every version has."""
+
+    format: int
+    version: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +249,17 @@ def make_plan(
         model=model,
         groups=groups,
         cache=cache,
+        fingerprint=fingerprint(
+            groups,
+            model,
+            cache,
+            topology,
+            config.engine.layout,
+            rope=config.model.rope,
+            hash_algorithm=HASH_ALGORITHM,
+            format_version=BLOCK_FORMAT_VERSION,
+            tenant_salt=config.workload.salt,
+        ),
         region=RegionPlan(
             backing=config.region.backing,
             rows=shape.rows,
@@ -382,16 +410,20 @@ def read_plan(path: Path, *, expected_digest: str | None = None) -> Plan:
     Raises PlanError that says what was found, what was expected and what to do.
     """
     try:
-        plan = msgspec.json.decode(path.read_bytes(), type=Plan)
+        data = path.read_bytes()
+        stamp = msgspec.json.decode(data, type=_Stamp)
+        if (stamp.format, stamp.version) != (PLAN_FORMAT, __version__):
+            raise PlanError(
+                f"{path}: was written by kvquay {stamp.version} (format {stamp.format}), this is "
+                f"{__version__} (format {PLAN_FORMAT}); plan again with this version"
+            )
+        plan = msgspec.json.decode(data, type=Plan)
     except OSError as error:
         raise PlanError(f"{path}: cannot be read: {error.strerror}; run action=plan") from error
-    except msgspec.DecodeError as error:
-        raise PlanError(f"{path}: is not a plan of kvquay {__version__}: {error}") from error
-    if (plan.format, plan.version) != (PLAN_FORMAT, __version__):
+    except (msgspec.DecodeError, ConfigError) as error:
         raise PlanError(
-            f"{path}: was written by kvquay {plan.version} (format {plan.format}), this is "
-            f"{__version__} (format {PLAN_FORMAT}); plan again with this version"
-        )
+            f"{path}: is not a plan of kvquay {__version__}: {error}; plan again"
+        ) from error
     found = plan_digest(plan)
     if found != plan.digest or (expected_digest is not None and found != expected_digest):
         raise PlanError(

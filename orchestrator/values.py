@@ -135,15 +135,17 @@ def _check_choice(key: str, value: str) -> list[Problem]:
         return []
     if value in NOT_YET.get(key, ()):
         return [not_yet(key, value)]
-    limit = f"must be one of {', '.join(known)}"
-    return [Problem(key, value, limit, did_you_mean(value, known))]
+    hint = did_you_mean(value, known)
+    fix = hint if hint.startswith("did you") else f"set {key}={known[0]}, say"
+    return [Problem(key, value, f"must be one of {', '.join(known)}", fix)]
 
 
 def _check_size(key: str, value: str) -> list[Problem]:
     try:
         nbytes = parse_size(value)
     except ValueError as error:
-        return [Problem(key, value, str(error), f"write it like {key}=256MiB")]
+        limit = str(error).removeprefix(f"{value!r} ")
+        return [Problem(key, value, limit, f"write it like {key}=256MiB")]
     if not 1 <= nbytes <= parse_size(LARGEST_SIZE):
         limit = f"must be more than 0 and at most {LARGEST_SIZE}"
         return [Problem(key, value, limit, f"write it like {key}=256MiB")]

@@ -105,10 +105,15 @@ class RunView:
         if state.ready_s is not None and not self._said_ready:
             self._said_ready = True
             self.line(f"ready: {self._workers} workers in {state.ready_s:.2f} s")
-        if time.monotonic() - self._said_s >= PLAIN_INTERVAL_S:
-            self._said_s = time.monotonic()
+        if time.monotonic() - self._said_s < PLAIN_INTERVAL_S:
+            return
+        self._said_s = time.monotonic()
+        if state.ready_s is None:
+            ready = sum(phase == "ready" for phase in state.phases.values())
+            self.line(f"starting: {ready} of {self._workers} workers are ready")
+        else:
             total = "" if self._requests is None else f"/{self._requests}"
-            self.line(f"{done}{total} requests {detail}")
+            self.line(f"{done}{total} requests  {detail}")
 
     def _detail(self, state: RunState) -> str:
         tokens = sum(p["prompt_tokens"] for p in state.progress.values())

@@ -67,7 +67,9 @@ def run_worker(
     with _region(plan, index, group, identity, host) as region:
         events.write("region", local_rank=identity.local_rank, slot=planned.slot)
         prefault_s = _prefault(plan, region, identity)
-        runner = _runner(plan, index, identity, planned, region)
+        device = _device(plan, planned)
+        _pin(plan, region, device)
+        runner = _runner(plan, index, identity, device, region)
         try:
             group.all_gather_json(None)  # nobody serves before everybody can
             events.write("ready")
@@ -112,16 +114,31 @@ def _prefault(plan: Plan, region: Region, identity: Identity) -> float:
     return region.prefault(identity.local_rank).seconds
 
 
+def _device(plan: Plan, planned: WorkerPlan) -> torch.device:
+    if planned.device != "cuda":
+        return torch.device("cpu")
+    # With a virtual local rank the worker sees its own device alone, as number 0.
+    virtual = plan.settings.spawn.virtual_local_rank
+    device = torch.device("cuda", 0 if virtual else planned.device_index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _pin(plan: Plan, region: Region, device: torch.device) -> None:
+    """Page-lock the region for the device's DMA; what was got stands in the region's report."""
+    if device.type != "cuda" or plan.settings.region.pin != "auto":
+        return
+    runtime = torch.cuda.cudart()
+    region.pin(
+        lambda address, nbytes: int(runtime.cudaHostRegister(address, nbytes, 0)),
+        lambda address: int(runtime.cudaHostUnregister(address)),
+    )
+
+
 def _runner(
-    plan: Plan, index: int, identity: Identity, planned: WorkerPlan, region: Region
+    plan: Plan, index: int, identity: Identity, device: torch.device, region: Region
 ) -> WorkerRunner:
     engine = plan.settings.engine
-    device = torch.device("cpu")
-    if planned.device == "cuda":
-        # With a virtual local rank the worker sees its own device alone, as number 0.
-        virtual = plan.settings.spawn.virtual_local_rank
-        device = torch.device("cuda", 0 if virtual else planned.device_index)
-        torch.cuda.set_device(device)
     return WorkerRunner(
         plan.offload_config(index, identity.rank),
         region,

@@ -54,6 +54,17 @@ def plan(asked: int | None, nbytes: int, nodes: tuple[machine.NumaNode, ...]) ->
     return NumaReport(asked, "bind", "")
 
 
+def replica_node(
+    data_parallel_rank_local: int,
+    data_parallel_size_local: int,
+    nodes: tuple[machine.NumaNode, ...],
+) -> int | None:
+    """Memory node of a replica: neighbours share one, all get about as many; None for one node."""
+    if len(nodes) < 2:
+        return None
+    return nodes[data_parallel_rank_local * len(nodes) // data_parallel_size_local].node
+
+
 @contextmanager
 def allocating_on(report: NumaReport) -> Iterator[None]:
     """This thread's new pages go where `report` says, inside the block. Raises OSError."""

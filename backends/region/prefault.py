@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.region import memory
-from backends.region.spec import RegionSpec
+from backends.region.spec import HEADER_BYTES, RegionSpec
 
 # Offset, bytes, advice.
 _Work = tuple[int, int, int]
@@ -61,19 +61,19 @@ def page_ranges(
 
     Local rank 0 leads: it writes the row headers, so they and page 0 are in its share.
     """
-    start = end = 0
-    offset_in_row = 0 if local_rank == 0 else spec.slot_offset_in_row(local_rank)
-    length = spec.slot_offset_in_row(local_rank) + spec.slot_bytes - offset_in_row
-    for row in range(spec.rows):
-        first = spec.row_offset(row) + offset_in_row
-        low = first // page_bytes * page_bytes
-        high = -(-(first + length) // page_bytes) * page_bytes
-        if row == 0:
-            start = 0 if local_rank == 0 else low
-        elif low > end:
+    # Runs once per row of a region that may have a million, so nothing is computed twice.
+    row_bytes = spec.row_bytes
+    past_slot = spec.slot_offset_in_row(local_rank) + spec.slot_bytes
+    first = HEADER_BYTES + (0 if local_rank == 0 else past_slot - spec.slot_bytes)
+    last = HEADER_BYTES + past_slot
+    end = first // page_bytes * page_bytes
+    start = 0 if local_rank == 0 else end
+    for base in range(0, spec.rows * row_bytes, row_bytes):
+        low = (base + first) // page_bytes * page_bytes
+        if low > end:
             yield start, end - start
             start = low
-        end = high
+        end = -(-(base + last) // page_bytes) * page_bytes
     yield start, end - start
 
 

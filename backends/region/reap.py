@@ -30,10 +30,11 @@ _LOOKS = 16
 class RegionFile:
     """What stands under a `kvquay_*` name.
 
-    `kind` is file, symlink, directory or other; `lock` is held, free or unknown (not openable).
-    Header fields are None where page 0 is not that of a region. `owner_alive` is None where it
-    cannot be known, as for a pid of another pid namespace. `reason` says why it may, or may not,
-    be reaped. `allocated_bytes` is the memory it holds, `size_bytes` its length.
+    `kind` is file, symlink, directory or special file; `lock` is held, free or unknown (it may not
+    be opened). Header fields are None where page 0 is not that of a region. `owner_alive` is None
+    where it cannot be known, as for a pid of another pid namespace. `stale` says that it has no
+    owner any more; it is `reapable` if it is ours besides, and `reason` says why or why not.
+    `allocated_bytes` is the memory it holds, `size_bytes` its length.
     """
 
     path: str
@@ -205,7 +206,7 @@ def _verdict(
     alive: bool | None,
 ) -> tuple[bool, str]:
     if kind != "file":
-        return False, f"it is a {kind}, not a file; remove it by hand if nobody needs it"
+        return False, f"it is a {kind}, not a regular file; remove it by hand if nobody needs it"
     if uid != os.geteuid():
         return False, f"it belongs to uid {uid}, not to uid {os.geteuid()}"
     if lock == "held":
@@ -240,7 +241,7 @@ def _kind(status: os.stat_result) -> str:
         return "symlink"
     if stat.S_ISDIR(status.st_mode):
         return "directory"
-    return "other"
+    return "special file"
 
 
 def _same_file(a: os.stat_result, b: os.stat_result) -> bool:

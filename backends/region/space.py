@@ -13,7 +13,7 @@ from pathlib import Path
 
 from backends import machine
 from backends.region.reap import RegionFile, find_stale
-from backends.region.spec import SHM_DIRECTORY
+from backends.region.spec import SHM_DIRECTORY, round_up
 
 _LISTED = 8
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -43,10 +43,16 @@ def check_node_space(
     requests: Sequence[tuple[str, int]],
     backing: str,
     *,
+    huge_pages: str = "off",
     directory: str = SHM_DIRECTORY,
     proc_root: Path = machine.PROC,
 ) -> list[SpaceProblem]:
-    """Problems, none if all fits. `requests` holds (engine_id, nbytes) of every replica here."""
+    """Problems, none if all fits. `requests` holds (engine_id, nbytes) of every replica here.
+
+    Regions that the pool of huge pages will hold take nothing of what is asked here.
+    """
+    if huge_pages != "off" and backing == "memfd":
+        requests = _outside_pool(requests, machine.huge_pages(proc_root))
     asked = sum(nbytes for _, nbytes in requests)
     shortages: list[tuple[str, int, int]] = []
     if backing == "shm":
@@ -68,6 +74,20 @@ def check_node_space(
     return [
         _problem(name, requests, total, free, backing, directory) for name, total, free in shortages
     ]
+
+
+def _outside_pool(
+    requests: Sequence[tuple[str, int]], offer: machine.HugePages
+) -> list[tuple[str, int]]:
+    left = offer.free_bytes
+    outside = []
+    for engine_id, nbytes in requests:
+        needed = round_up(nbytes, offer.default_bytes) if offer.default_bytes else left + 1
+        if needed <= left:
+            left -= needed
+        else:
+            outside.append((engine_id, nbytes))
+    return outside
 
 
 def headroom_bytes(limit_bytes: int) -> int:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from backends.block import COMPLETE, WRITING, set_state, write_header
+from backends.block import COMPLETE, WRITING, BlockKey, set_state, write_header
 from backends.primary import PrimaryIndex
 from backends.region.region import Region
 from orchestrator.engine.device_cache import DeviceCache
@@ -57,7 +57,15 @@ class Leader:
             groups=len(plan.groups),
             chunks_per_step=self._codec.chunks_max,
         )
-        self._payload_bytes = plan.region.slot_bytes * topology.local_world_size
+        self._fingerprint = bytes.fromhex(plan.fingerprint)
+        # What each worker of this node keeps of a chunk, by group.
+        self._slot_lengths = [
+            [
+                worker.worker_bytes_per_block[group] * plan.cache.blocks_per_chunk
+                for worker in plan.replicas[0].workers[: topology.local_world_size]
+            ]
+            for group in range(len(plan.groups))
+        ]
         self._headers = region.row_headers()
         self._runner = runner
         self._group = group
@@ -111,9 +119,9 @@ class Leader:
             for group, row in enumerate(chunk.rows if chunk.store else ()):
                 write_header(
                     self._headers[row],
-                    key=chunk.key,
-                    group=group,
-                    payload_bytes=self._payload_bytes,
+                    BlockKey(chunk.key, group),
+                    fingerprint=self._fingerprint,
+                    slot_lengths=self._slot_lengths[group],
                     created_ns=now_ns,
                     state=WRITING,
                 )

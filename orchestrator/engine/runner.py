@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from backends.block import holds
+from backends.block import BlockKey, holds
 from backends.config import OffloadConfig
 from backends.copy import GroupCopier
 from backends.layout import WorkerGroup, cp_tokens, worker_groups
@@ -170,7 +170,8 @@ class WorkerRunner:
 
     def _rows_hold(self, chunk: ChunkWork) -> bool:
         return all(
-            holds(self._headers[row], chunk.key, index) for index, row in enumerate(chunk.rows)
+            holds(self._headers[row], BlockKey(chunk.key, group))
+            for group, row in enumerate(chunk.rows)
         )
 
     def _fill(self, fills: list[tuple[ChunkWork, npt.NDArray[np.bool_]]]) -> None:

@@ -8,6 +8,7 @@ fixed names, and that the worker that failed first is told from those that faile
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import time
@@ -109,6 +110,7 @@ def run_agent(plan: Plan, data_parallel_index: int, start_method: str) -> int:
 
     The first failure is written to `failure.json`: rank, exit code or signal, message, traceback.
     """
+    _plain_logging()
     run_dir = RunDir(Path(plan.run.run_dir))
     directory = run_dir.replica(data_parallel_index)
     replica = plan.replicas[data_parallel_index]
@@ -151,7 +153,20 @@ def run_agent(plan: Plan, data_parallel_index: int, start_method: str) -> int:
 
 def _work(plan_path: str, index: int, digest: str, agent_pid: int) -> None:
     default_signals()
-    worker_main(plan_path, index, digest, agent_pid)
+    try:
+        worker_main(plan_path, index, digest, agent_pid)
+    except Exception:
+        # @record has put it into the error file; a reader of the log looks for it there.
+        traceback.print_exc()
+        raise
+
+
+def _plain_logging() -> None:
+    """torch formats an exception by importing its compiler, which takes seconds."""
+    plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for name in list(logging.root.manager.loggerDict):
+        for handler in logging.getLogger(name).handlers if name.split(".")[0] == "torch" else ():
+            handler.setFormatter(plain)
 
 
 def visible_devices(replica: ReplicaPlan, inherited: str | None) -> str:

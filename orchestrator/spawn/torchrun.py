@@ -67,7 +67,6 @@ class TorchrunSpawner:
         # A killed zygote leaves agents and workers, which may have to be ended here.
         adopt_orphans()
         self._run_dir.report.unlink(missing_ok=True)
-        self._temporary.mkdir(mode=0o700)
         for index in self.running:
             self._run_dir.replica(index).make_fresh()
         method = self._plan.settings.spawn.start_method

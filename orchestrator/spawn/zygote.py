@@ -20,6 +20,7 @@ import os
 import selectors
 import signal
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 
@@ -161,12 +162,16 @@ def main() -> None:
     from orchestrator.clean import remove_leftovers
 
     replicas = [int(index) for index in args.replicas.split(",")]
+    run_dir = RunDir(args.plan.parent)
     adopt_orphans()
     try:
+        # TMPDIR; not made before there is somebody to remove it.
+        run_dir.temporary(args.run_id).mkdir(mode=0o700)
+        tempfile.tempdir = None
         Zygote(args.plan, args.start_method, replicas).run()
     finally:
         bury_orphans(lambda _: True, TRACKER_WAIT_S)
-        remove_leftovers(RunDir(args.plan.parent), args.run_id)
+        remove_leftovers(run_dir, args.run_id)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ import numpy as np
 
 from backends.errors import RegionError
 from backends.region.handle import RegionHandle
-from backends.region.reap import find_stale, reap
+from backends.region.reap import find_stale, inspect, reap
 from backends.region.region import Region
 from backends.region.spec import RegionSpec
 
@@ -92,6 +92,11 @@ class Player:
     def verify(self, seed: int, unlink: bool) -> dict[str, Any]:
         region = self.region
         assert region is not None
+        if region.spec.backing == "shm":
+            # Nobody but its owner may have taken the name away.
+            file = inspect(os.path.join(self.directory, region.spec.name))
+            if file is None or file.inode != os.fstat(region.handle().fd).st_ino:
+                return {"wrong": f"a living engine's name is gone: {file}"}
         if unlink:
             region.unlink()
         spec = region.spec
@@ -107,9 +112,23 @@ class Player:
             self.region.close()
         return {"closed": True}
 
+    def leftovers(self) -> dict[str, Any]:
+        """Mappings and descriptors of regions that are all closed."""
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        links = [_link(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+        marks = ("memfd:kvquay_", self.directory)
+        return {"left": [text for text in maps + links if any(mark in text for mark in marks)]}
+
     def exit(self) -> dict[str, Any]:
         """Go without closing anything, as after a crash."""
         os._exit(0)
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except FileNotFoundError:
+        return ""
 
 
 def pattern(seed: int, local_rank: int, spec: RegionSpec) -> np.ndarray:
@@ -190,6 +209,11 @@ class Arena:
             self.round()
             self.counts["rounds"] += 1
         for actor in self.actors:
+            actor.tell(do="leftovers")
+            while (answer := actor.read()) is None:
+                pass
+            if answer.get("left"):
+                self.problems.append(f"a process without a region holds {answer['left']}")
             actor.kill()
             actor.bury()
 
@@ -316,9 +340,17 @@ def arena_process(
     os._exit(0)
 
 
+@dataclass(frozen=True)
+class Meter:
+    """Bytes of shared memory in use, and how much of it others may come to use meanwhile."""
+
+    used_bytes: Callable[[], int]
+    tolerance_bytes: int
+
+
 @contextlib.contextmanager
-def shared_memory_meter() -> Iterator[Callable[[], int]]:
-    """Bytes of shared memory in use: of this program alone where a cgroup can be made, else all."""
+def shared_memory_meter() -> Iterator[Meter]:
+    """Of this program alone where a memory cgroup can be made, else of the whole machine."""
     root = Path("/sys/fs/cgroup")
     for base in (root / "memory", root):
         group = base / f"stress-region-{uuid.uuid4().hex}"
@@ -326,17 +358,17 @@ def shared_memory_meter() -> Iterator[Callable[[], int]]:
             group.mkdir()
         except OSError:
             continue
-        home = _move_to(group)
-        if home is None or not (group / "memory.stat").exists():
+        home = _move_to(group) if (group / "memory.stat").exists() else None
+        if home is None:
             group.rmdir()
             continue
         try:
-            yield partial(_field, group / "memory.stat", "shmem ")
+            yield Meter(partial(_field, group / "memory.stat", "shmem "), 1 << 20)
         finally:
             (home / "cgroup.procs").write_text(str(os.getpid()))
             group.rmdir()
         return
-    yield lambda: 1024 * _field(Path("/proc/meminfo"), "Shmem:")
+    yield Meter(lambda: 1024 * _field(Path("/proc/meminfo"), "Shmem:"), 256 << 20)
 
 
 def _move_to(group: Path) -> Path | None:
@@ -362,8 +394,8 @@ def _field(path: Path, name: str) -> int:
 
 def run(rounds: int, seconds: float, arenas: int, seed: int) -> dict[str, Any]:
     directory = tempfile.mkdtemp(prefix="region-stress-", dir="/dev/shm")
-    with shared_memory_meter() as used_bytes:
-        before = used_bytes()
+    with shared_memory_meter() as meter:
+        before = meter.used_bytes()
         reaper = os.fork()
         if reaper == 0:
             reap_always(directory)
@@ -381,8 +413,8 @@ def run(rounds: int, seconds: float, arenas: int, seed: int) -> dict[str, Any]:
             os.wait()
         problems = [problem for part in parts for problem in part["problems"]]
         problems += [f"{path} cannot be reaped" for path in _left_after_reaping(directory)]
-        leaked = _settled(used_bytes, before) - before
-        if leaked > (1 << 20):
+        leaked = _settled(meter.used_bytes, before) - before
+        if leaked > meter.tolerance_bytes:
             problems.append(f"{leaked} bytes of shared memory are left")
     counts = {name: sum(part["counts"][name] for part in parts) for name in parts[0]["counts"]}
     return {**counts, "leaked_bytes": leaked, "problems": problems}

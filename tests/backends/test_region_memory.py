@@ -312,6 +312,25 @@ def test_the_numa_policy_follows_from_the_nodes(
     assert numa.plan(asked, 8 << 30, nodes).got == got
 
 
+@pytest.mark.parametrize(
+    ("replicas", "nodes", "expected"),
+    [
+        (4, 2, [0, 0, 1, 1]),
+        (2, 2, [0, 1]),
+        (1, 2, [0]),
+        (3, 2, [0, 0, 1]),
+        (2, 4, [0, 2]),
+        (2, 1, [None, None]),
+        (1, 0, [None]),
+    ],
+)
+def test_replicas_are_spread_over_the_nodes(
+    replicas: int, nodes: int, expected: list[int | None]
+) -> None:
+    have = tuple(node(number, 1 << 30) for number in range(nodes))
+    assert [numa.replica_node(index, replicas, have) for index in range(replicas)] == expected
+
+
 @pytest.mark.parametrize("got", ["bind", "preferred"])
 def test_the_policy_is_set_while_allocating_and_put_back(got: str) -> None:
     def policy() -> str:

@@ -206,7 +206,7 @@ def _file_of_another_user(path: str, victim: str) -> None:
 OBSTACLES = [
     (_symlink, "it is a symlink"),
     (_directory, "it is a directory"),
-    (_fifo, "it is a other"),
+    (_fifo, "it is a special file"),
     (_file_of_another_user, f"it belongs to uid {NOBODY}"),
 ]
 

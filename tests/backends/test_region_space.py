@@ -51,6 +51,20 @@ def test_replicas_are_summed_against_the_machines_memory(tmp_path: Path) -> None
     assert "no stale file holds anything" in text
 
 
+def test_what_the_pool_of_huge_pages_holds_asks_nothing_of_memory(tmp_path: Path) -> None:
+    proc = proc_with(tmp_path, 64 * GIB, 9 * GIB)
+    with (proc / "meminfo").open("a") as meminfo:
+        meminfo.write("HugePages_Free: 10240\nHugepagesize: 2048 kB\n")
+    requests = [(f"r_dp{k}", 8 * GIB) for k in range(3)]
+    (problem,) = check_node_space(requests, "memfd", proc_root=proc)
+    assert "3 replicas" in str(problem)
+    (problem,) = check_node_space(requests + requests, "memfd", huge_pages="try", proc_root=proc)
+    assert "4 replicas on this node ask 32.1 GiB" in str(problem)
+    assert check_node_space(requests[:2], "memfd", huge_pages="try", proc_root=proc) == []
+    (problem,) = check_node_space(requests[:2], "shm", huge_pages="try", proc_root=proc)
+    assert problem.resource == "memory"
+
+
 def test_a_small_dev_shm_limits_shm_and_not_memfd(small_tmpfs: str) -> None:
     requests = [("r_dp0", 3 * MIB), ("r_dp1", 3 * MIB)]
     (problem,) = check_node_space(requests, "shm", directory=small_tmpfs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ def test_random_kills_leak_no_file_and_no_memory_and_no_byte_is_wrong() -> None:
         text=True,
         check=False,
         timeout=200,
-        env={"PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
     )
     assert done.stdout, done.stderr
     result = json.loads(done.stdout)

@@ -82,6 +82,12 @@ class Launch:
         for path in self.region_files():
             path.unlink(missing_ok=True)
 
+    def wait_in(self, run_dir: Path) -> Launch:
+        """Look at one job of a sweep from now on."""
+        self.run = RunDir(run_dir)
+        self.wait("the job", run_dir.is_dir)
+        return self
+
     # What there is.
 
     def processes(self) -> list[Process]:

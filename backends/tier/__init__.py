@@ -1,0 +1,1 @@
+"""Tiers below the region: each one asynchronous, batched, and answering per key."""

@@ -1,0 +1,366 @@
+"""Everything that people type wrong: a clear error, all of it at once, and nothing left behind.
+
+Most rows go through the parts that `launch.py` calls, in this process; those that only a real start
+can show are real starts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+
+from backends import machine
+from orchestrator.compose import register, to_config
+from orchestrator.overrides import check_overrides, explain
+from orchestrator.problems import ConfigProblems
+from orchestrator.validate import validate
+from tests.kit import CONF, REPO
+
+HF = REPO / "tests" / "data" / "hf" / "llama_3_1_8b.json"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is typed, and what the error must hold: the key first, then value, limit and fix."""
+
+    typed: tuple[str, ...]
+    told: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return " ".join(self.typed)[:70] or "(nothing)"
+
+
+def row(*typed: str, told: Sequence[str]) -> Row:
+    return Row(typed, tuple(told))
+
+
+NOT_YET = "is not there yet in this version of kvquay"
+UNKNOWN = "is not a key of the configuration"
+SIZE = "is not a size: expected a number and a unit, such as 512MiB"
+LARGEST = "must be more than 0 and at most 1PiB"
+WHOLE = "must be a whole number"
+
+KEYS = [
+    row("region.sizee=1GiB", told=["region.sizee", UNKNOWN, "did you mean 'region.size'?"]),
+    row("regionsize=1GiB", told=["regionsize", UNKNOWN, "did you mean 'region.size'?"]),
+    row("Region.size=1GiB", told=["Region.size", UNKNOWN, "did you mean 'region.size'?"]),
+    row("size=1GiB", told=["size", UNKNOWN, "--help lists every key"]),
+    row("+foo=1", told=["foo", UNKNOWN, "--help lists every key"]),
+    row("++foo=1", told=["foo", UNKNOWN]),
+    row("foo.bar.baz=1", told=["foo.bar.baz", UNKNOWN]),
+    row("region.size.bytes=1", told=["region.size.bytes is not below any key"]),
+    row(
+        "tiers.stack.shm.evicton=lru",
+        told=["tiers.stack.shm.evicton", "'tiers.stack.shm.eviction'"],
+    ),
+    row("paralel.data_parallel_size=2", told=["'parallel.data_parallel_size'?"]),
+    row("parallel.tp=2", told=["parallel.tp", UNKNOWN, "parallel.tensor_parallel_size"]),
+    row("workload.request=2", told=["workload.request", "'workload.requests'?"]),
+    row("hydra.run.dirr=/x", told=["hydra.run.dirr"]),
+    row("~region", told=["region is a group and cannot be deleted", "default, shm"]),
+    row("~region.size", told=["region.size cannot be deleted", "set region.size to another"]),
+    row("~foo", told=["foo", UNKNOWN]),
+    row("+region.size=1GiB", told=["region.size is in the", "leave out the +: region.size=1GiB"]),
+    row("region.size", told=["region.size cannot be read", "write KEY=VALUE"]),
+    row("=3", told=["=3 has no key", "write KEY=VALUE"]),
+    row("a=[1", told=["a=[1 cannot be read", "write KEY=VALUE"]),
+    row("region.size='8GiB", told=["region.size='8GiB cannot be read"]),
+    row("a b=1", told=["a b=1 cannot be read"]),
+    row("region.size=\udcff", told=["cannot be read"]),
+    row("model.groups=[{nam: x}]", told=["model.groups[0].nam", "did you mean 'name'?"]),
+    row("model.groups=[{layers: 3}]", told=["model.groups[0].layers is '3'", "must be a list"]),
+    row("model=gpt_oss_20b", "model.groups.0.nam=x", told=["model.groups[0].nam", "not in"]),
+    row("model.groups.0.name=x", told=["model.groups[0]"]),
+]
+OPTIONS = [
+    row("region=shmm", told=["region is 'shmm'", "did you mean 'shm'? (options: default, shm)"]),
+    row("parallel=tp2", told=["parallel is 'tp2'", "dp2_tp2"]),
+    row("regoin=shm", told=["regoin", "did you mean 'region'?"]),
+    row("model=nope", told=["model is 'nope'", "options: deepseek_v3", "tiny"]),
+    row("model=null", told=["model must be one option", "tiny"]),
+    row("parallel=", told=["parallel is '': must be one option"]),
+    row("parallel={a: 1}", told=["parallel is {'a': 1}: is not an option"]),
+    row("experiment=nope", told=["experiment is 'nope'", "tight_region"]),
+    row("experiment=[tight_region,nope]", told=["experiment is 'nope'", "shared_prompts"]),
+    row("+experiment=nope", told=["experiment is 'nope'"]),
+    row("profile=cii", told=["profile is 'cii'", "did you mean 'ci'?"]),
+    row("engine@foo=reference", told=["engine@foo", "Did you mean to override engine?"]),
+    row("tier=shm", told=["'tier'", "tier@tiers.stack.shm"]),
+    row("experiment/nope=1", told=["experiment/nope", "did you mean 'experiment'?"]),
+]
+TO_COME = [
+    row("tiers=shm_fs", told=["tiers is 'shm_fs'", NOT_YET]),
+    row("tiers.order=[shm,fs]", told=["tiers.order is 'fs'", NOT_YET]),
+    row("tiers.order=[shm,fs,object]", told=["'fs'", "'object'", NOT_YET]),
+    row("tiers.stack.fs.paths=[/data]", told=["tiers.stack.fs.paths is '[/data]'", NOT_YET]),
+    row("+tier@tiers.stack.fs=fs", told=["tier is 'fs'", NOT_YET]),
+    row("spawn=ray", told=["spawn is 'ray'", NOT_YET]),
+    row("spawn.kind=ray", told=["spawn.kind is 'ray'", NOT_YET]),
+    row("spawn.scope=node", told=["spawn.scope is 'node'", NOT_YET]),
+    row("engine=vllm", told=["engine is 'vllm'", NOT_YET]),
+    row("engine.kind=vllm", told=["engine.kind is 'vllm'", NOT_YET]),
+    row("action=doctor", told=["action is 'doctor'", NOT_YET]),
+    row("spawn.nnodes=2", told=["spawn.nnodes is 2", "is not there yet", "action=plan"]),
+]
+TYPES = [
+    row("parallel.data_parallel_size=two", told=["parallel.data_parallel_size is 'two'", WHOLE]),
+    row("parallel.data_parallel_size=2.5", told=["parallel.data_parallel_size is '2.5'", WHOLE]),
+    row("parallel.data_parallel_size=true", told=["parallel.data_parallel_size is 'true'", WHOLE]),
+    row("parallel.data_parallel_size=", told=["parallel.data_parallel_size is ''", WHOLE]),
+    row("parallel.data_parallel_size=null", told=["is 'null': must have a value", "=VALUE"]),
+    row("parallel.data_parallel_size=[2]", told=["parallel.data_parallel_size is '[2]'", WHOLE]),
+    row("workload.requests=all", told=["workload.requests is 'all'", f"{WHOLE} or null"]),
+    row("workload.turns=many", told=["workload.turns is 'many'", "must be a number"]),
+    row("region.prefault=maybe", told=["region.prefault is 'maybe'", "must be true or false"]),
+    row("region.size=[1GiB]", told=["region.size is '[1GiB]'", "must be text"]),
+    row("region.size={a: 1}", told=["region.size is '{a: 1}'", "must be text"]),
+    row("region.size=null", told=["region.size is 'null'", "must have a value"]),
+    row("region.backing=", told=["region.backing is ''", "must be one of memfd, shm"]),
+    row("tiers.order=shm", told=["tiers.order is 'shm'", "must be a list in brackets"]),
+    row("tiers.order=[[shm]]", told=["tiers.order is '[[shm]]'", "must be a list in brackets"]),
+    row("spawn.devices=3", told=["spawn.devices is '3'", "must be a list", "or null"]),
+    row("spawn.devices=[a,b]", told=["spawn.devices is '[a,b]'", "each entry a whole number"]),
+    row("region.size=1GiB,2GiB", told=["region.size=1GiB,2GiB", "add --multirun"]),
+    row("region.size=glob(*)", told=["region.size cannot be swept with glob"]),
+    row("region.size=${nope}", told=["region.size has no usable value", "'nope' not found"]),
+    row("region.size=${nope:1}", told=["region.size", "Unsupported interpolation type nope"]),
+    row("region.size=${oc.env:KVQUAY_NOPE}", told=["region.size", "'KVQUAY_NOPE' not found"]),
+    row("region.size=${engine.device}", told=["region.size is 'cpu'", SIZE]),
+    row("engine.copy_threads=${region.size}", told=["engine.copy_threads", "'256MiB'"]),
+    row("engine.copy_threads=${engine.copy_threads}", told=["engine.copy_threads", "recursive"]),
+]
+VALUES = [
+    row("action=rum", told=["action is 'rum'", "run, plan, clean", "did you mean 'run'?"]),
+    row("view=loud", told=["view is 'loud'", "auto, plain, quiet"]),
+    row("region.backing=hugetlb", told=["region.backing is 'hugetlb'", "memfd, shm"]),
+    row("region.huge_pages=yes", told=["region.huge_pages is 'yes'", "off, try, require"]),
+    row("region.numa=3", told=["region.numa is '3'", "auto, off"]),
+    row("region.pin=true", told=["region.pin is 'true'", "auto, off"]),
+    row("engine.device=gpu", told=["engine.device is 'gpu'", "cpu, cuda"]),
+    row("engine.device=cuda:0", told=["engine.device is 'cuda:0'", "did you mean 'cuda'?"]),
+    row("engine.layout=hnd", told=["engine.layout is 'hnd'", "layers_first, blocks_first"]),
+    row("engine.verify=some", told=["engine.verify is 'some'", "all, sample, off"]),
+    row("engine.copy_kernel=fast", told=["engine.copy_kernel is 'fast'", "numpy"]),
+    row("engine.copy_kernel=cuda", told=["engine.copy_kernel is 'cuda'", "engine.device=cpu"]),
+    row("spawn.start_method=forkserver", told=["spawn.start_method", "auto, fork, spawn"]),
+    row("spawn.on_failure=ignore", told=["spawn.on_failure is 'ignore'", "stop, continue"]),
+    row("tiers.stack.shm.eviction=arc", told=["tiers.stack.shm.eviction is 'arc'", "lru"]),
+    row("tiers.order=[]", told=["tiers.order is []", "must begin with 'shm'"]),
+    row("tiers.order=[shm,shm]", told=["tiers.order", "names a tier twice"]),
+    row("tiers.order=[dram]", told=["tiers.order is 'dram'", "is not a tier"]),
+    *(
+        row(f"{key}={value}", told=[f"{key} is {value!r}", SIZE, f"write it like {key}=256MiB"])
+        for key in ("region.size", "engine.device_cache_size")
+        for value in ("8 gigs", "-1", "8G", "GiB")
+    ),
+    row("region.size=nan", told=["region.size is 'nan'", SIZE]),
+    row("region.size=1e400", told=["region.size", SIZE]),
+    row("region.size=0", told=["region.size is '0'", LARGEST]),
+    row("region.size=0.4B", told=["region.size is '0.4B'", LARGEST]),
+    row("region.size=10PiB", told=["region.size is '10PiB'", LARGEST]),
+    row(f"region.size={'9' * 400}.5GiB", told=["region.size", SIZE]),
+    row("workload.seed=" + "9" * 30, told=["workload.seed is 99999", "must be at most"]),
+    row("spawn.start_timeout_s=0", told=["spawn.start_timeout_s is 0", "between 1 and 604800"]),
+    row("spawn.start_timeout_s=inf", told=["spawn.start_timeout_s is inf", "between 1 and"]),
+    row("spawn.group_timeout_s=nan", told=["spawn.group_timeout_s is nan", "between 1 and"]),
+    row("spawn.stop_timeout_s=-1", told=["spawn.stop_timeout_s is -1", "between 0 and 3600"]),
+    row("engine.copy_threads=0", told=["engine.copy_threads is 0", "between 1 and 256"]),
+    row("engine.copy_threads=100000", told=["engine.copy_threads is 100000", "between 1 and 256"]),
+]
+PARALLEL = [
+    *(
+        row(
+            f"parallel.{axis}_parallel_size={size}",
+            told=[f"parallel.{axis}_parallel_size is {size}"],
+        )
+        for axis in ("data", "pipeline", "prefill_context", "tensor", "decode_context")
+        for size in (0, -1)
+    ),
+    row("parallel.tensor_parallel_size=1048577", told=["must be between 1 and 1048576"]),
+    row(
+        *("parallel.data_parallel_size=1000000", "parallel.tensor_parallel_size=1000000"),
+        told=["parallel.data_parallel_size is 1000000", "at most 262144 are planned"],
+    ),
+    row(
+        *("model=llama3_1_8b", "parallel.tensor_parallel_size=3"),
+        told=["parallel.tensor_parallel_size is 3", "8 KV heads", "choose 1, 2, 4, 8"],
+    ),
+    row(
+        *("parallel.tensor_parallel_size=4", "parallel.decode_context_parallel_size=3"),
+        told=["parallel.decode_context_parallel_size is 3", "tensor_parallel_size = 4", "1, 2, 4"],
+    ),
+    row(
+        *("model=llama3_1_8b", "parallel.tensor_parallel_size=8"),
+        *("parallel.decode_context_parallel_size=2",),
+        told=["parallel.decode_context_parallel_size is 2", "copies of each KV head", "=16"],
+    ),
+    row(
+        "parallel.pipeline_parallel_size=5",
+        told=["parallel.pipeline_parallel_size is 5", "at most the model's 4 layers", "1 to 4"],
+    ),
+    row(
+        *("action=plan", "spawn.nnodes=3", "parallel.data_parallel_size=4"),
+        told=["spawn.nnodes is 3", "must divide parallel.data_parallel_size = 4"],
+    ),
+    row(
+        *("action=plan", "spawn.nnodes=6", "parallel.data_parallel_size=2"),
+        told=["spawn.nnodes is 6", "3 nodes", "world_size = PP x PCP x TP = 1 x 1 x 2 = 2"],
+    ),
+    row("spawn.nnodes=0", told=["spawn.nnodes is 0", "must be between 1 and"]),
+    row("spawn.node_rank=1", told=["spawn.node_rank is 1", "less than spawn.nnodes = 1"]),
+    row("spawn.node_rank=-1", told=["spawn.node_rank is -1", "must be between 0"]),
+    row("parallel.nodes=2", told=["parallel.nodes is 2", "differs from spawn.nnodes = 1"]),
+    row("spawn.devices_per_node=0", told=["spawn.devices_per_node is 0", "must be between 1"]),
+    row(
+        "spawn.devices_per_node=3",
+        told=["spawn.devices_per_node is 3", "2 replicas x 2 workers on a node need 4 devices"],
+    ),
+    row("spawn.devices=[0,1]", told=["spawn.devices is [0, 1]", "each of the 4 workers"]),
+    row("spawn.devices=[]", told=["spawn.devices is []", "each of the 4 workers"]),
+    row("spawn.devices=[0,1,1,2]", told=["spawn.devices is [0, 1, 1, 2]", "different numbers"]),
+    row("spawn.devices=[0,1,2,-3]", told=["spawn.devices is [0, 1, 2, -3]", "at least 0"]),
+    row("spawn.rdzv_port=70000", told=["spawn.rdzv_port is 70000", "between 0 and 65535"]),
+    row("spawn.rdzv_port=-1", told=["spawn.rdzv_port is -1", "between 0 and 65535"]),
+    row(
+        "spawn.rdzv_port=65535",
+        told=["spawn.rdzv_port is 65535", "65535 to 65536", "in 1 to 65535"],
+    ),
+]
+ENGINE = [
+    row("engine.tokens_per_block=0", told=["engine.tokens_per_block is 0", "between 1 and"]),
+    row("engine.tokens_per_hash=0", told=["engine.tokens_per_hash is 0", "between 1 and"]),
+    row(
+        "engine.tokens_per_hash=5",
+        told=["engine.tokens_per_hash is 5", "must divide", "engine.tokens_per_block = 16"],
+    ),
+    row(
+        *("engine.tokens_per_hash=12", "parallel.prefill_context_parallel_size=2"),
+        told=["engine.tokens_per_hash is 12", "x PCP x DCP = 2 = 32 tokens"],
+    ),
+    row(
+        "engine.max_tokens_per_step=100",
+        told=["engine.max_tokens_per_step is 100", "one chunk of 512 tokens", "=512"],
+    ),
+    row("engine.max_tokens_per_step=0", told=["engine.max_tokens_per_step is 0", "between 1 and"]),
+    row("region.blocks_per_chunk=0", told=["region.blocks_per_chunk is 0", "between 1 and"]),
+    row("region.size=100KiB", told=["region.size is '100KiB'", "holds 0 rows of", "MiB or more"]),
+    row(
+        *("model=gpt_oss_20b", "region.size=8MiB"),
+        told=["region.size is '8MiB'", "at least 2 are needed (one a KV-cache group)"],
+    ),
+    row(
+        "engine.device_cache_size=64KiB",
+        told=[
+            "engine.device_cache_size is '64KiB'",
+            "holds 16 blocks",
+            "one chunk of 32",
+            "per rank",
+        ],
+    ),
+    row(
+        "region.persist_name=true",
+        told=["region.persist_name is True", "has no name to keep", "region.backing=shm"],
+    ),
+    row(
+        *("region.huge_pages=require", "region.backing=shm", "region.size=1MiB"),
+        "region.blocks_per_chunk=4",
+        told=["region.huge_pages is 'require'", "none are granted", "huge_pages to 'try'"],
+    ),
+]
+MODEL = [
+    row("model.num_layers=0", told=["model.num_layers is 0", "must be between 1 and"]),
+    row("model.kv_heads=0", told=["model.kv_heads is 0", "must be between 1 and"]),
+    row("model.head_size=-1", told=["model.head_size is -1", "must be between 1 and"]),
+    row("model.head_size=3", told=["model.head_size is 3", "multiple of 8"]),
+    row("model.dtype=bf16", told=["model.dtype is 'bf16'", "did you mean 'bfloat16'?"]),
+    row("model.dtype=auto", told=["model.dtype is 'auto'", "needs model.hf_config"]),
+    row("model.name=", told=["model.name is ''", "must be printable text"]),
+    row("model.sliding_window=0", told=["model.sliding_window is 0", "must be between 1 and"]),
+    row("model.mla_latent_size=-5", told=["model.mla_latent_size is -5", "between 1 and"]),
+    row("model.groups=[{layers: [0, 1]}]", told=["model.groups", "in no group: 2-3"]),
+    row("model.groups=[{layers: [0], kind: x}]", told=["model.groups[0].kind is 'x'", "full"]),
+    row("model=hf", told=["model.dtype is 'auto'", "model.hf_config"]),
+    row("model=hf", "model.hf_config=/nope.json", told=["model.hf_config is '/nope.json'"]),
+    row("model=hf", "model.hf_config=/", told=["model.hf_config is '/'"]),
+]
+WORKLOAD = [
+    row("workload.kind=replay", told=["workload.kind", "'replay'", "trace, multi_turn"]),
+    row("workload.policy=random", told=["workload.policy", "'random'", "round_robin"]),
+    row("workload.requests=0", told=["workload.requests", "is 0", "at least 1"]),
+    row("workload.conversations=0", told=["workload.conversations", "0"]),
+    row("workload.conversations=null", told=["workload.conversations", "no end"]),
+    row("workload.turns=0", told=["workload.turns", "0"]),
+    row("workload.turns=nan", told=["workload.turns", "nan"]),
+    row("workload.user_tokens=-1", told=["workload.user_tokens", "-1"]),
+    row("workload.think_s=-1", told=["workload.think_s", "-1"]),
+    row("workload.conversations_per_s=0", told=["workload.conversations_per_s", "0"]),
+    row("workload.tokens_per_s=0", told=["workload.tokens_per_s", "is 0", "more than 0"]),
+    row("workload.max_imbalance=0.5", told=["workload.max_imbalance", "0.5", "at least 1"]),
+    row("workload.path=/x", told=["workload.path", "'/x'", "only workload=trace reads a file"]),
+    row("workload.offset=5", told=["workload.offset", "is 5", "only workload=trace"]),
+    row("workload=trace", told=["workload.path", "is not set", "give the path of a trace"]),
+    row("workload=trace", "workload.path=/nope", told=["workload.path", "'/nope'"]),
+    row("workload=trace", "workload.path=/tmp", told=["workload.path", "'/tmp'", "directory"]),
+    row("workload=trace", "workload.path=/dev/null", told=["workload.path", "'/dev/null'"]),
+    row("workload=trace", f"workload.path={HF}", told=["workload.path", "line 1 is bad"]),
+    row("workload=trace", "workload.offset=-1", told=["workload.offset", "-1", "at least 0"]),
+    row("workload=trace", "workload.on_bad_line=x", told=["workload.on_bad_line", "'x'", "skip"]),
+]
+TABLE = [
+    *(KEYS + OPTIONS + TO_COME + TYPES + VALUES + PARALLEL + ENGINE + MODEL + WORKLOAD),
+]
+
+
+def refusal(typed: Sequence[str], run_dir: Path) -> ConfigProblems:
+    """What `launch.py` would say, found the way it finds it, but in this process."""
+    if problems := check_overrides(typed, CONF):
+        return ConfigProblems(problems)
+    register()
+    OmegaConf.register_new_resolver("kvquay.run_id", lambda: "run", replace=True)
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            composed = compose("config", overrides=list(typed))
+    except Exception as error:  # as launch.py does
+        return ConfigProblems([explain(error)])
+    with pytest.raises(ConfigProblems) as caught:
+        validate(to_config(composed), run_dir)
+    return caught.value
+
+
+def assert_clear(text: str, told: Sequence[str]) -> None:
+    for expected in told:
+        assert expected in text
+    assert "Traceback" not in text
+    assert text.count("      fix: ") == text.count("\n  ") - text.count("      fix: ")
+    assert re.match(r"\d+ problems? in the configuration:\n  1\. ", text)
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty working directory, which must still be empty at the end."""
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    yield here
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize("wrong", TABLE, ids=lambda wrong: wrong.name)
+def test_is_refused_with_key_value_limit_and_fix(
+    wrong: Row, elsewhere: Path, tmp_path: Path
+) -> None:
+    assert_clear(str(refusal(wrong.typed, tmp_path)), wrong.told)
