@@ -32,6 +32,13 @@ from orchestrator.values import NOT_YET, check_value, not_yet
 
 NOT_YET_KEYS = ("tiers.stack.fs", "tiers.stack.object", "engine.model", "sweep", "region.scope")
 OPTIONAL_GROUPS = ("experiment",)
+NICKNAMES = {
+    "dp": "data_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "pcp": "prefill_context_parallel_size",
+    "tp": "tensor_parallel_size",
+    "dcp": "decode_context_parallel_size",
+}
 _SCALARS: dict[Any, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "true or false"),
     int: ((int,), "a whole number"),
@@ -201,21 +208,31 @@ def _check_key(
 ) -> list[Problem]:
     if key in fields:
         return _check_known(key, fields[key], override)
-    parent = key.rpartition(".")[0]
-    while parent:  # below a list or a mapping anything may stand
-        hint = fields.get(parent)
+    above = key.rpartition(".")[0]
+    while above:
+        hint = fields.get(above)
         if hint is not None and not dataclasses.is_dataclass(hint):
-            return []
-        parent = parent.rpartition(".")[0]
+            if "list" in str(hint):
+                return []  # an entry of a list is Hydra's to check
+            limit = f"is not a key of the configuration: {above} holds one value"
+            return [Problem(key, None, limit, f"set {above}=VALUE")]
+        above = above.rpartition(".")[0]
     if any(key == known or key.startswith(known + ".") for known in NOT_YET_KEYS):
         return [not_yet(key, _typed(override, override.value()))]
-    parent = key.rpartition(".")[0]
-    siblings = [k for k in fields if k.rpartition(".")[0] == parent] if parent in fields else []
-    known = siblings or [k for k, hint in fields.items() if not dataclasses.is_dataclass(hint)]
-    hint_text = did_you_mean(key, [*known, *groups] if not parent else known)
-    if hint_text.startswith("known") and not siblings:
-        hint_text = "python launch.py --help lists every key"
-    return [Problem(key, None, "is not a key of the configuration", hint_text)]
+    return [Problem(key, None, "is not a key of the configuration", _meant(key, fields, groups))]
+
+
+def _meant(key: str, fields: dict[str, Any], groups: list[str]) -> str:
+    """What an unknown key was probably to be."""
+    parent, _, name = key.rpartition(".")
+    name = NICKNAMES.get(name, name)
+    siblings = [k.rpartition(".")[2] for k in fields if k.rpartition(".")[0] == parent]
+    if parent in fields:
+        hint = did_you_mean(name, siblings)
+        return hint.replace("did you mean '", f"did you mean '{parent}.")
+    leaves = [k for k, hint in fields.items() if not dataclasses.is_dataclass(hint)]
+    hint = did_you_mean(key, leaves if parent else [*leaves, *groups])
+    return "python launch.py --help lists every key" if hint.startswith("known") else hint
 
 
 def _check_known(key: str, hint: Any, override: Override) -> list[Problem]:
@@ -232,9 +249,10 @@ def _check_known(key: str, hint: Any, override: Override) -> list[Problem]:
     sweeping = override.is_sweep_override()
     problems = []
     for value in _values(override):
-        found = _check_type(key, hint, value, _typed(override, value))
+        text = _typed(override, value)
+        found = _check_type(key, hint, value, text)
         if not found and not sweeping and not _is_interpolation(value):
-            found = check_value(key, value)
+            found = check_value(key, text if hint is str else value)
         problems += found
     return problems
 

@@ -66,7 +66,7 @@ def run_worker(
     planned = assert_planned(identity, group.size, plan, index)
     with _region(plan, index, group, identity, host) as region:
         events.write("region", local_rank=identity.local_rank, slot=planned.slot)
-        prefault_s = _prefault(plan, region, identity)
+        prefault_s = _prefault(plan, region, identity, group)
         device = _device(plan, planned)
         _pin(plan, region, device)
         runner = _runner(plan, index, identity, device, region)
@@ -108,10 +108,16 @@ def _region(
         region.close()
 
 
-def _prefault(plan: Plan, region: Region, identity: Identity) -> float:
-    if not plan.settings.region.prefault:
+def _prefault(plan: Plan, region: Region, identity: Identity, group: Group) -> float:
+    settings = plan.settings.region
+    if not settings.prefault:
         return 0.0
-    return region.prefault(identity.local_rank).seconds
+    seconds = region.prefault(identity.local_rank).seconds
+    if settings.huge_pages != "off":
+        # Pages that a peer has made huge since are mapped as such only by looking again.
+        group.all_gather_json(None)
+        seconds += region.prefault(identity.local_rank).seconds
+    return seconds
 
 
 def _device(plan: Plan, planned: WorkerPlan) -> torch.device:

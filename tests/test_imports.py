@@ -61,7 +61,7 @@ class Tree:
                 yield from self._walk(child, package, lazy=lazy or later or typing_only)
 
     def reached(self, start: str) -> dict[str, str]:
-        """Everything loaded by importing `start`, and for each the module that asks for it first."""
+        """Everything that importing `start` loads, and for each the module that asks for it."""
         found = {start: "the command line"}
         queue = [start]
         while queue:

@@ -64,7 +64,7 @@ def spread() -> Plan:
 
 
 def golden_text(plan: Plan, directory: Path) -> str:
-    """`plan.json` without the settings, whose defaults another test holds, and what follows them."""
+    """`plan.json` without the settings, which another test holds, and what depends on them."""
     content = json.loads(write_plan(plan, directory).read_text())
     del content["settings"], content["digest"], content["version"]
     return json.dumps(content, indent=1) + "\n"

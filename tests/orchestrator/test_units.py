@@ -33,8 +33,11 @@ def test_reads(text: str, nbytes: int) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "GiB", "8 gigs", "-1", "+1GiB", "1e3", "1e400", "nan", "inf", "0x10", "1_000", "1,5GiB"]
-    + ["8Gi", "8G", "8GiB/s", "8 Gi B", ".5GiB", "5.GiB", "1.2.3MiB", "٣GiB", "9" * 19],
+    [
+        *("", "GiB", "8 gigs", "-1", "+1GiB", "1e3", "1e400", "nan", "inf", "0x10", "1_000"),
+        *("1,5GiB", "8Gi", "8G", "8GiB/s", "8 Gi B", ".5GiB", "5.GiB", "1.2.3MiB", "9" * 19),
+        "\N{ARABIC-INDIC DIGIT THREE}GiB",
+    ],
 )
 def test_refuses_what_is_no_size_and_says_what_is_one(text: str) -> None:
     with pytest.raises(ValueError, match="expected a number and a unit, such as 512MiB") as error:
