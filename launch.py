@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ from rich.console import Console
 
 from orchestrator import app
 from orchestrator.compose import register
+from orchestrator.job import EXIT_CONFIG, EXIT_OK, Job, Outcome
 from orchestrator.overrides import check_overrides, explain
 from orchestrator.problems import ConfigProblems, Problem
 from orchestrator.rundir import new_run_id
@@ -51,12 +53,25 @@ def _typed_overrides(hydra_config: HydraConf, sweeping: bool) -> tuple[str, ...]
 
 def main() -> int:
     """Exit status: see `app`, and 128 + n where signal n ended it."""
+    logging.raiseExceptions = False  # a log that nobody reads is no reason for a traceback
+    try:
+        try:
+            return _main()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read our output has had enough of it; the interpreter is not to try again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _main() -> int:
     console, errors = _console(stderr=False), _console(stderr=True)
     environment = dict(os.environ)
 
     def refuse(problems: Sequence[Problem]) -> int:
         errors.print(str(ConfigProblems(problems)), soft_wrap=True)
-        return app.EXIT_CONFIG
+        return EXIT_CONFIG
 
     if problems := check_overrides(sys.argv[1:], CONF):
         return refuse(problems)
@@ -66,8 +81,8 @@ def main() -> int:
     register()
     run_id = new_run_id()
     OmegaConf.register_new_resolver("kvquay.run_id", lambda: run_id, replace=True)
-    begun: list[app.Job] = []
-    outcomes: list[app.Outcome] = []
+    begun: list[Job] = []
+    outcomes: list[Outcome] = []
     bugs: list[Exception] = []
     sweep = Sweep()
 
@@ -76,7 +91,7 @@ def main() -> int:
         hydra_config = HydraConfig.get()
         sweeping = hydra_config.mode == RunMode.MULTIRUN
         number = int(hydra_config.job.num) if sweeping else 0
-        description = app.Job(
+        description = Job(
             run_id=f"{run_id}-{number}" if sweeping else run_id,
             run_dir=Path(hydra_config.runtime.output_dir),
             overrides=_typed_overrides(hydra_config, sweeping),
@@ -104,12 +119,10 @@ def main() -> int:
         return 128 + signal.SIGINT
     except SystemExit as end:
         if end.code == 1 and not begun:
-            return app.EXIT_CONFIG  # Hydra ends so where it has told what is wrong
+            return EXIT_CONFIG  # Hydra ends so where it has told what is wrong
         raise
     except BrokenPipeError:
-        # Whoever read our output has had enough of it. Nothing more can be written there.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        raise
     except Exception as error:
         if bugs:
             raise
@@ -118,7 +131,7 @@ def main() -> int:
         return refuse([explain(error)])
     finally:
         sweep.show(console)
-    return max((outcome.exit_status for outcome in outcomes), default=app.EXIT_OK)
+    return max((outcome.exit_status for outcome in outcomes), default=EXIT_OK)
 
 
 if __name__ == "__main__":

@@ -15,12 +15,15 @@ Header, little endian, zero to its end:
        136     4  number of slots
        140     4  flags: SEALED where the checksums hold
        144     8  checksum of the payload, XXH3-64
-       152     8  checksum of the header with this field and the state zero, XXH3-64
-       160   4*n  length of each slot in bytes
+       152   4*n  length of each slot in bytes
+      4088     8  checksum of everything before it, XXH3-64
 
 A row that is being filled is WRITING: its key stands there already, so that whoever was told to use
 the row can check that it still means the same block, but nobody else may read it. A row is sealed
 before it leaves the region, and checked when it comes back.
+
+Two tiers may seal one row at the same time, while either writes it out: every byte that sealing
+puts there is put there once and depends on nothing but the block, so the other side's is the same.
 """
 
 from __future__ import annotations
@@ -43,13 +46,20 @@ WRITING: Final = 1
 COMPLETE: Final = 2
 HASH_BYTES_MAX: Final = 64
 FINGERPRINT_BYTES: Final = 32
-_SEALED: Final = 1
-_HEADER = struct.Struct("<8sIIII64sQQ32sIIQQ")
-_STATE = struct.Struct("<I")
-_STATE_OFFSET: Final = 12
-_SUMS = struct.Struct("<IQQ")
-_SUMS_OFFSET: Final = 140
-SLOTS_MAX: Final = (HEADER_BYTES - _HEADER.size) // 4
+_SEALED_FLAGS: Final = struct.pack("<I", 1)
+_THIS_FORMAT: Final = struct.pack("<8sI", MAGIC, FORMAT_VERSION)
+_FIELDS = struct.Struct("<8sIIII64sQQ32sIIQ")
+_KEY_FIELDS = struct.Struct("<II64s")
+_FORMAT = slice(0, 12)
+_STATE = slice(12, 16)
+_KEY = slice(16, 88)
+_FINGERPRINT = slice(104, 136)
+_FLAGS = slice(140, 144)
+_PAYLOAD_SUM = slice(144, 152)
+_FLAGS_AND_SUM = slice(140, 152)
+_CHECKSUM = slice(HEADER_BYTES - 8, HEADER_BYTES)
+SLOTS_MAX: Final = (_CHECKSUM.start - _FIELDS.size) // 4
+_STATES: Final = {state: struct.pack("<I", state) for state in (EMPTY, WRITING, COMPLETE)}
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -76,7 +86,10 @@ class BlockHeader(NamedTuple):
     slots: int
     flags: int
     payload_checksum: int
-    header_checksum: int
+
+    @property
+    def key(self) -> BlockKey:
+        return BlockKey(self.hash[: self.hash_bytes], self.group)
 
 
 def write_header(
@@ -94,50 +107,86 @@ def write_header(
             f"block hash has {len(key.hash)} bytes, expected at most {HASH_BYTES_MAX}; fingerprint "
             f"has {len(fingerprint)}, expected {FINGERPRINT_BYTES}"
         )
-    if len(slot_lengths) > SLOTS_MAX:
-        raise ConfigError(f"{len(slot_lengths)} slots, expected at most {SLOTS_MAX} in a header")
-    packed = _HEADER.pack(
-        *(MAGIC, FORMAT_VERSION, state, key.group, len(key.hash), key.hash),
-        *(sum(slot_lengths), created_ns, fingerprint, len(slot_lengths), 0, 0, 0),
-    )
-    lengths = np.asarray(slot_lengths, dtype="<u4").view(np.uint8)
-    end = len(packed) + lengths.size
-    header[: len(packed)] = np.frombuffer(packed, dtype=np.uint8)
-    header[len(packed) : end] = lengths
-    header[end:HEADER_BYTES] = 0
+    slots = len(slot_lengths)
+    if slots > SLOTS_MAX:
+        raise ConfigError(f"{slots} slots, expected at most {SLOTS_MAX} in a header")
+    try:
+        fields = _FIELDS.pack(
+            *(MAGIC, FORMAT_VERSION, state, key.group, len(key.hash), key.hash),
+            *(sum(slot_lengths), created_ns, fingerprint, slots, 0, 0),
+        )
+        fields += struct.pack(f"<{slots}I", *slot_lengths)
+    except struct.error as error:
+        raise ConfigError(
+            f"group {key.group}, slot lengths {list(slot_lengths)} and creation time {created_ns} "
+            f"do not fit a block's header ({error}); group and lengths are 32-bit, not negative"
+        ) from error
+    header.data[:HEADER_BYTES] = fields.ljust(HEADER_BYTES, b"\0")
 
 
 def read_header(header: Bytes) -> BlockHeader:
-    """The fields as they stand there, unchecked."""
-    return BlockHeader(*_HEADER.unpack_from(header.data))
+    """The fields as they stand there, unchecked. `header` is uint8 [4096 or more]."""
+    return BlockHeader._make(_FIELDS.unpack_from(header.data))
+
+
+def slot_lengths(header: Bytes) -> tuple[int, ...]:
+    """Length of each slot in bytes, as a header that was checked says."""
+    return struct.unpack_from(f"<{read_header(header).slots}I", header.data, _FIELDS.size)
 
 
 def set_state(header: Bytes, state: int) -> None:
-    header[_STATE_OFFSET : _STATE_OFFSET + _STATE.size] = np.frombuffer(
-        _STATE.pack(state), dtype=np.uint8
-    )
+    """Change the state alone. Leaving COMPLETE breaks the seal: the bytes may change now."""
+    data = header.data
+    data[_STATE] = _STATES[state]
+    if state != COMPLETE:
+        data[_FLAGS] = bytes(4)
 
 
 def holds(header: Bytes, key: BlockKey) -> bool:
     """Whether a row of the region is meant for this key, filled or being filled."""
+    data = header.data
+    return _names(data, key) and data[_STATE] in (_STATES[WRITING], _STATES[COMPLETE])
+
+
+def check_row(header: Bytes, key: BlockKey, fingerprint: bytes) -> str | None:
+    """Why a row must not be stored as this key's block; None if it may. Checksums are not read."""
+    data = header.data
+    if (
+        _names(data, key)
+        and data[_STATE] == _STATES[COMPLETE]
+        and data[_FINGERPRINT] == fingerprint
+    ):
+        return None
     found = read_header(header)
+    if found.magic != MAGIC:
+        return f"begins with {found.magic!r}, expected {MAGIC!r}: it is not a block"
+    if found.version != FORMAT_VERSION:
+        return f"has format version {found.version}, expected {FORMAT_VERSION}"
+    if found.fingerprint != fingerprint:
+        return f"has fingerprint {found.fingerprint.hex()[:16]}, expected {fingerprint.hex()[:16]}"
+    if found.state != COMPLETE:
+        return f"has state {found.state}, expected {COMPLETE}: it was not filled to its end"
     return (
-        found.magic == MAGIC
-        and found.version == FORMAT_VERSION
-        and found.state in (WRITING, COMPLETE)
-        and found.group == key.group
-        and found.hash[: found.hash_bytes] == key.hash
+        f"holds key {found.key.hash.hex()[:16]} of group {found.group}, expected "
+        f"{key.hash.hex()[:16]} of group {key.group}"
     )
 
 
 def seal(block: Bytes, stored_bytes: int) -> None:
     """Put the checksums of a COMPLETE block into its header, before it leaves the region.
 
-    `block` is the header and all `stored_bytes` behind it that will be stored, uint8 [n].
+    `block` is the header and at least the `stored_bytes` behind it that will be stored, uint8 [n].
+    A block whose seal holds is left as it is: it came from a tier, and a checksum made anew would
+    hide what happened to its bytes since.
     """
-    payload = xxhash.xxh3_64_intdigest(block[HEADER_BYTES : HEADER_BYTES + stored_bytes].data)
-    _put_sums(block, payload, 0)
-    _put_sums(block, payload, _header_checksum(block))
+    data = block.data
+    if data[_FLAGS] == _SEALED_FLAGS and data[_CHECKSUM] == _header_checksum(data):
+        return
+    payload = xxhash.xxh3_64_intdigest(data[HEADER_BYTES : HEADER_BYTES + stored_bytes])
+    # Assigned, not packed in place: `struct` zeroes its target first, and another tier may be
+    # writing this very header to its disk.
+    data[_FLAGS_AND_SUM] = _SEALED_FLAGS + payload.to_bytes(8, "little")
+    data[_CHECKSUM] = _header_checksum(data)
 
 
 def check(block: Bytes, key: BlockKey, fingerprint: bytes, stored_bytes: int) -> str | None:
@@ -147,33 +196,27 @@ def check(block: Bytes, key: BlockKey, fingerprint: bytes, stored_bytes: int) ->
     """
     if block.size < HEADER_BYTES:
         return f"is {block.size} bytes long, expected at least a header of {HEADER_BYTES}"
-    found = read_header(block)
-    if found.magic != MAGIC:
-        return f"begins with {found.magic!r}, expected {MAGIC!r}: it is not a block"
-    if found.version != FORMAT_VERSION:
-        return f"has format version {found.version}, expected {FORMAT_VERSION}"
-    if not found.flags & _SEALED or found.header_checksum != _header_checksum(block):
+    wrong = check_row(block, key, fingerprint)
+    if wrong:
+        return wrong
+    data = block.data
+    if data[_CHECKSUM] != _header_checksum(data):
         return "has a damaged header: its checksum differs"
-    if found.fingerprint != fingerprint:
-        return f"has fingerprint {found.fingerprint.hex()[:16]}, expected {fingerprint.hex()[:16]}"
-    if (found.hash[: found.hash_bytes], found.group) != key:
-        return f"holds key {found.hash.hex()[:16]} of group {found.group}, not the one asked for"
+    if data[_FLAGS] != _SEALED_FLAGS:
+        return "was never sealed: it has no checksum of its payload"
     if block.size < HEADER_BYTES + stored_bytes:
         return f"is {block.size} bytes long, expected {HEADER_BYTES + stored_bytes}: truncated"
-    payload = block[HEADER_BYTES : HEADER_BYTES + stored_bytes].data
-    if found.payload_checksum != xxhash.xxh3_64_intdigest(payload):
+    payload = xxhash.xxh3_64_intdigest(data[HEADER_BYTES : HEADER_BYTES + stored_bytes])
+    if data[_PAYLOAD_SUM] != payload.to_bytes(8, "little"):
         return "has a damaged payload: its checksum differs"
     return None
 
 
-def _put_sums(block: Bytes, payload_checksum: int, header_checksum: int) -> None:
-    block[_SUMS_OFFSET : _SUMS_OFFSET + _SUMS.size] = np.frombuffer(
-        _SUMS.pack(_SEALED, payload_checksum, header_checksum), dtype=np.uint8
+def _names(data: memoryview, key: BlockKey) -> bool:
+    return data[_FORMAT] == _THIS_FORMAT and data[_KEY] == _KEY_FIELDS.pack(
+        key.group, len(key.hash), key.hash
     )
 
 
-def _header_checksum(block: Bytes) -> int:
-    header = bytearray(block[:HEADER_BYTES].tobytes())
-    header[_STATE_OFFSET : _STATE_OFFSET + _STATE.size] = bytes(_STATE.size)
-    header[_SUMS_OFFSET + 12 : _SUMS_OFFSET + 20] = bytes(8)
-    return int(xxhash.xxh3_64_intdigest(header))
+def _header_checksum(data: memoryview) -> bytes:
+    return xxhash.xxh3_64_intdigest(data[: _CHECKSUM.start]).to_bytes(8, "little")

@@ -30,8 +30,8 @@ CHUNK_BYTES = LAYERS * FRAGMENT_BYTES
 STAGED_FRAGMENTS = 64  # the best of 4 to 300: staging that stays in the cache
 
 
-def make_ways(memory: Memory, chunks: int) -> dict[str, Callable[[], None]]:
-    """Each way gathers (or scatters, where it says so) every chunk once."""
+def make_ways(memory: Memory, chunks: int) -> dict[str, Callable[[slice], None]]:
+    """Each way gathers (or scatters, where it says so) a part of the chunks."""
     places = chunks + SPARE_PLACES
     random = np.random.default_rng(0)
     blocks, rows = random.permutation(places)[:chunks], random.permutation(places)[:chunks]
@@ -44,31 +44,36 @@ def make_ways(memory: Memory, chunks: int) -> dict[str, Callable[[], None]]:
     slot_words = by_row.view(places, LAYERS, words_per_fragment).unbind(1)
     slot_bytes = memory.slot.reshape(places, LAYERS, FRAGMENT_BYTES).swapaxes(0, 1)
 
-    def tensor_copy() -> None:
+    def tensor_copy(part: slice) -> None:
         for layer, slot in zip(kv_words, slot_words, strict=True):
-            for block, row in zip(ids, row_list, strict=True):
+            for block, row in zip(ids[part], row_list[part], strict=True):
                 slot[row].copy_(layer[block])
 
-    def foreach_copy() -> None:
+    def foreach_copy(part: slice) -> None:
         for layer, slot in zip(kv_words, slot_words, strict=True):
             of_block, of_row = layer.unbind(0), slot.unbind(0)
-            torch._foreach_copy_([of_row[r] for r in row_list], [of_block[b] for b in ids])
+            torch._foreach_copy_(
+                [of_row[r] for r in row_list[part]], [of_block[b] for b in ids[part]]
+            )
 
-    def index_gather() -> None:
+    def staged(part: slice) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        starts = range(0, chunks, STAGED_FRAGMENTS)
+        pieces = [slice(first, first + STAGED_FRAGMENTS) for first in starts]
+        return [(id_index[part][piece], row_index[part][piece]) for piece in pieces]
+
+    def index_gather(part: slice) -> None:
         for layer, slot in zip(kv_words, slot_words, strict=True):
-            for first in range(0, chunks, STAGED_FRAGMENTS):
-                part = slice(first, first + STAGED_FRAGMENTS)
-                slot.index_copy_(0, row_index[part], layer.index_select(0, id_index[part]))
+            for some_ids, some_rows in staged(part):
+                slot.index_copy_(0, some_rows, layer.index_select(0, some_ids))
 
-    def index_scatter() -> None:
+    def index_scatter(part: slice) -> None:
         for layer, slot in zip(kv_words, slot_words, strict=True):
-            for first in range(0, chunks, STAGED_FRAGMENTS):
-                part = slice(first, first + STAGED_FRAGMENTS)
-                layer.index_copy_(0, id_index[part], slot.index_select(0, row_index[part]))
+            for some_ids, some_rows in staged(part):
+                layer.index_copy_(0, some_ids, slot.index_select(0, some_rows))
 
-    def numpy_loop() -> None:
+    def numpy_loop(part: slice) -> None:
         for layer, slot in zip(kv_bytes, slot_bytes, strict=True):
-            for block, row in zip(ids, row_list, strict=True):
+            for block, row in zip(ids[part], row_list[part], strict=True):
                 slot[row] = layer[block]
 
     return {
@@ -88,16 +93,15 @@ def main() -> None:
     torch.set_num_threads(1)
     memory = make_memory(options.chunks + SPARE_PLACES, CHUNK_BYTES)
     kv_address = -(-memory.kv.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    total_bytes = options.chunks * CHUNK_BYTES
     rows: list[list[Cell]] = []
     ratios: dict[str, float] = {}
     with ThreadPoolExecutor(1) as pool:
-        to_region = make_memmove(memory.region_address, kv_address, total_bytes, 1, pool)
-        to_kv = make_memmove(kv_address, memory.region_address, total_bytes, 1, pool)
+        to_region = make_memmove(memory.region_address, kv_address, 1, pool)
+        to_kv = make_memmove(kv_address, memory.region_address, 1, pool)
         for what, way in make_ways(memory, options.chunks).items():
             memmove = to_kv if what.endswith("(scatter)") else to_region
-            measured = compare(way, memmove, options.rounds)
-            rows.append([what, total_bytes / measured.copy_s / 1e9, measured.ratio])
+            measured = compare(way, memmove, options.chunks, CHUNK_BYTES, options.rounds, 1)
+            rows.append([what, CHUNK_BYTES / measured.copy_s_per_chunk / 1e9, measured.ratio])
             ratios[f"{what}/memcpy"] = measured.ratio
     publish(
         Report(

@@ -67,6 +67,8 @@ def check_overrides(argv: Sequence[str], conf: Path) -> list[Problem]:
     """
     args = get_args_parser().parse_args(list(argv))
     options = _options(_directories(args, conf))
+    # More options may stand where Hydra alone can look.
+    all_known = not any("hydra.searchpath" in text for text in args.overrides)
     fields = schema_fields()
     problems: list[Problem] = []
     parser = OverridesParser.create()
@@ -83,7 +85,7 @@ def check_overrides(argv: Sequence[str], conf: Path) -> list[Problem]:
         elif key.split(".")[0] == "hydra" or key.startswith("hydra/"):
             problems += _check_hydra(key, override)
         elif key in options:
-            problems += _check_options(key, override, options[key])
+            problems += _check_options(key, override, options[key], all_known)
         else:
             problems += _check_key(key, override, fields, list(options))
     return problems
@@ -179,7 +181,9 @@ def _check_hydra(key: str, override: Override) -> list[Problem]:
     return []
 
 
-def _check_options(group: str, override: Override, options: list[str]) -> list[Problem]:
+def _check_options(
+    group: str, override: Override, options: list[str], all_known: bool
+) -> list[Problem]:
     listed = f"(options: {', '.join(options)})"
     if override.is_delete():
         limit = "is a group and cannot be deleted"
@@ -191,7 +195,7 @@ def _check_options(group: str, override: Override, options: list[str]) -> list[P
                 problems.append(Problem(group, value, "must be one option", f"choose one {listed}"))
             continue
         for option in value if isinstance(value, list) else [value]:
-            if str(option) in options:
+            if str(option) in options or not all_known:
                 continue
             if str(option) in NOT_YET.get(group, ()):
                 problems.append(not_yet(group, str(option)))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from backends import machine
 from backends.config import (
     BLOCK_FORMAT_VERSION,
     CacheConfig,
@@ -25,6 +26,7 @@ from backends.config import (
 )
 from backends.errors import ConfigError, KvquayError
 from backends.layout import fingerprint, geometry_digest, replica_worker_groups, slot_bytes
+from backends.region.numa import replica_node
 from backends.region.spec import RegionSpec, rows_for_size
 from orchestrator import __version__
 from orchestrator.schema import CleanConf, Config
@@ -75,7 +77,11 @@ class ReplicaPlan:
 
 @dataclass(frozen=True, slots=True)
 class RegionPlan:
-    """What every replica's region on every node looks like. Sizes in bytes."""
+    """What every replica's region on every node looks like. Sizes in bytes.
+
+    `numa_nodes[data_parallel_rank_local]` is the memory node to bind a replica to; None asks for
+    nothing, as on a machine with one node.
+    """
 
     backing: str
     rows: int
@@ -86,6 +92,7 @@ class RegionPlan:
     bytes_per_replica: int
     bytes_per_node: int
     geometry_digest: str
+    numa_nodes: tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +150,9 @@ class Plan:
             geometry_digest=self.region.geometry_digest,
             persist_name=settings.persist_name,
             huge_pages=settings.huge_pages,
+            numa_node=self.region.numa_nodes[
+                self.replicas[data_parallel_index].data_parallel_rank_local
+            ],
         )
 
 
@@ -275,6 +285,7 @@ def make_plan(
             bytes_per_replica=region.nbytes * topology.nodes_per_replica,
             bytes_per_node=region.nbytes * topology.data_parallel_size_local,
             geometry_digest=digest,
+            numa_nodes=_numa_nodes(config, topology),
         ),
         device_blocks=shape.device_blocks,
         replicas=tuple(
@@ -284,6 +295,15 @@ def make_plan(
         settings=config,
     )
     return replace(plan, digest=plan_digest(plan))
+
+
+def _numa_nodes(config: Config, topology: Topology) -> tuple[int | None, ...]:
+    """Memory node of each replica on a node: this machine's, so only where it is the one meant."""
+    local = topology.data_parallel_size_local
+    if config.region.numa != "auto" or not config.spawn.check_machine:
+        return (None,) * local
+    nodes = machine.numa_nodes()
+    return tuple(replica_node(rank_local, local, nodes) for rank_local in range(local))
 
 
 def _replica_plan(

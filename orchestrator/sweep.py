@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from orchestrator.app import Job, Outcome
+from orchestrator.job import Job, Outcome
 from orchestrator.render import print_sweep
 
 

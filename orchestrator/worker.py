@@ -134,7 +134,7 @@ def _pin(plan: Plan, region: Region, device: torch.device) -> None:
     """Page-lock the region for the device's DMA; what was got stands in the region's report."""
     if device.type != "cuda" or plan.settings.region.pin != "auto":
         return
-    runtime = torch.cuda.cudart()
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     region.pin(
         lambda address, nbytes: int(runtime.cudaHostRegister(address, nbytes, 0)),
         lambda address: int(runtime.cudaHostUnregister(address)),

@@ -25,8 +25,8 @@
 #define LINE_BYTES 64
 /* Below this a streaming loop costs more in set-up and partly written lines than it saves. */
 #define STREAM_MIN_BYTES 256
-/* Lines of the next fragment to ask for early: enough to hide its first misses (the hardware
- * prefetcher starts afresh at each random place), few enough not to evict what is being read. */
+/* Lines of the next fragment that a gather asks for early: enough to hide its first misses (the
+ * hardware prefetcher starts afresh at each random place), few enough not to get in its way. */
 #define PREFETCH_LINES 4
 
 typedef void (*move_fn)(char *destination, const char *source, size_t bytes);
@@ -134,37 +134,45 @@ static void prefetch(const char *address)
 #endif
 }
 
-static char *place_in_slot(const batch_t *batch, const fragment_t *fragment, Py_ssize_t chunk,
-                           int64_t block)
+static char *in_slot(const batch_t *batch, Py_ssize_t chunk, int64_t block)
 {
-    return batch->slot + batch->rows[chunk] * batch->row_stride_bytes +
-           block * batch->block_bytes + fragment->slot_offset_bytes;
+    return batch->slot + batch->rows[chunk] * batch->row_stride_bytes + block * batch->block_bytes;
 }
 
-static char *place_in_tensor(const fragment_t *fragment, int64_t block_id)
+static char *in_tensor(const fragment_t *fragment, int64_t block_id)
 {
     return (char *)(uintptr_t)fragment->address + block_id * fragment->block_stride_bytes;
 }
 
-static void move_fragment(const batch_t *batch, const fragment_t *fragment, Py_ssize_t first,
-                          Py_ssize_t end)
+/* How many blocks from place `first` of a chunk on follow each other without a gap, both in the
+ * tensor and in the slot: they are one run of bytes. `block` is that place's number in its chunk. */
+static int64_t run_length(const batch_t *batch, const fragment_t *fragment, Py_ssize_t first,
+                          Py_ssize_t end, int64_t block)
+{
+    const int64_t *ids = batch->block_ids;
+    int64_t run = 1;
+    if (fragment->bytes == batch->block_bytes && fragment->block_stride_bytes == fragment->bytes)
+        while (block + run < batch->blocks_per_chunk && first + run < end &&
+               ids[first + run] == ids[first] + run)
+            run++;
+    return run;
+}
+
+/* Both walks keep to the side that is read: the writes are streamed and do not mind where they go.
+ *
+ * A store stays in one tensor as long as it can. */
+static void gather(const batch_t *batch, const fragment_t *fragment, Py_ssize_t first,
+                   Py_ssize_t end)
 {
     const int64_t *ids = batch->block_ids;
     Py_ssize_t chunk = first / batch->blocks_per_chunk;
     int64_t block = first % batch->blocks_per_chunk;
-    /* Blocks that follow each other in the tensor and in the slot are one run of bytes. */
-    int joins =
-        fragment->bytes == batch->block_bytes && fragment->block_stride_bytes == fragment->bytes;
 
     while (first < end) {
-        char *in_slot = place_in_slot(batch, fragment, chunk, block);
+        char *destination = in_slot(batch, chunk, block) + fragment->slot_offset_bytes;
         int64_t id = ids[first];
-        int64_t run = 1;
+        int64_t run = id < 0 ? 1 : run_length(batch, fragment, first, end, block);
 
-        if (joins && id >= 0)
-            while (block + run < batch->blocks_per_chunk && first + run < end &&
-                   ids[first + run] == id + run)
-                run++;
         first += run;
         block += run;
         if (block == batch->blocks_per_chunk) {
@@ -172,18 +180,30 @@ static void move_fragment(const batch_t *batch, const fragment_t *fragment, Py_s
             chunk++;
         }
         if (first < end && ids[first] >= 0)
-            prefetch(batch->to_slot ? place_in_tensor(fragment, ids[first])
-                                    : place_in_slot(batch, fragment, chunk, block));
+            prefetch(in_tensor(fragment, ids[first]));
+        if (id < 0)
+            memset(destination, 0, (size_t)fragment->bytes);
+        else
+            batch->move(destination, in_tensor(fragment, id), (size_t)(run * fragment->bytes));
+    }
+}
 
-        size_t bytes = (size_t)(run * fragment->bytes);
-        if (id < 0) {
-            if (batch->to_slot)
-                memset(in_slot, 0, bytes);
-        } else if (batch->to_slot) {
-            batch->move(in_slot, place_in_tensor(fragment, id), bytes);
-        } else {
-            batch->move(place_in_tensor(fragment, id), in_slot, bytes);
-        }
+/* A load reads row after row, where the fragments of a block lie side by side. */
+static void scatter(const batch_t *batch, const fragment_t *fragments, Py_ssize_t fragment_count,
+                    Py_ssize_t first, Py_ssize_t end)
+{
+    for (int64_t run; first < end; first += run) {
+        Py_ssize_t chunk = first / batch->blocks_per_chunk;
+        int64_t block = first % batch->blocks_per_chunk;
+        int64_t id = batch->block_ids[first];
+        const char *source = in_slot(batch, chunk, block);
+
+        run = 1;
+        if (id < 0 || fragment_count == 0)
+            continue;
+        run = run_length(batch, fragments, first, end, block);
+        for (const fragment_t *f = fragments; f < fragments + fragment_count; f++)
+            batch->move(in_tensor(f, id), source + f->slot_offset_bytes, (size_t)(run * f->bytes));
     }
 }
 
@@ -203,8 +223,13 @@ static void *run_shard(void *argument)
 {
     const shard_t *shard = argument;
     const batch_t *batch = shard->batch;
-    for (Py_ssize_t f = shard->first_fragment; f < shard->end_fragment; f++)
-        move_fragment(batch, &batch->fragments[f], shard->first_block, shard->end_block);
+    const fragment_t *fragments = batch->fragments + shard->first_fragment;
+    Py_ssize_t fragment_count = shard->end_fragment - shard->first_fragment;
+    if (batch->to_slot)
+        for (Py_ssize_t f = 0; f < fragment_count; f++)
+            gather(batch, &fragments[f], shard->first_block, shard->end_block);
+    else
+        scatter(batch, fragments, fragment_count, shard->first_block, shard->end_block);
     if (shard->zeroes_tails)
         zero_slot_tails(batch, shard->first_block, shard->end_block);
 #if HAVE_X86_STREAMING

@@ -1,12 +1,24 @@
 """The contract of a secondary tier. Every tier, ours or a user's, passes `backends.testing`.
 
-A tier is asynchronous and batched. The leader of a replica calls it from one thread, once or more in
-every engine step, so **no method but `drain` and `close` may wait**: not for a disk, not for the
-network, not for a lock that is held while somebody waits for those. Work goes to the tier's own
-threads; its results come back through `poll`.
+A tier is asynchronous and batched. The leader of a replica calls it from one thread, once or more
+in every engine step, so **no method but `drain` and `close` may wait**: not for a disk, not for
+the network, not for a lock that is held while somebody waits for those. Work goes to the tier's
+own threads; its results come back through `poll`.
 
 A tier answers per key. One bad block never fails its batch, a full disk sheds stores and goes on
 loading, and a block that cannot be proved right is not there: wrong bytes are never given out.
+
+What a caller may count on beyond each method's own words:
+
+- A key of a job ends in exactly one outcome and a job in exactly one result, an empty job too, and
+  also when the tier is closed under it. Nothing that the disk or the network does raises out of a
+  method; TierError is for a caller's mistake (a job id that is in use, a submit after `close`).
+- A key that is stored DONE is a HIT at once in this process, and stays one until the quota evicts
+  it or it is found CORRUPT. Other processes see it after a while, whole.
+- PENDING ends: whoever goes on asking gets HIT or MISS, whatever became of the store or the writer.
+- A key that was found CORRUPT is a MISS until its next store, which writes it anew.
+- A batch goes prefix first. When the quota makes a tier forget, it forgets the later keys of a
+  batch before the earlier ones, because an extension is of no use without its prefix.
 """
 
 from __future__ import annotations
@@ -15,15 +27,17 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from backends.block import BlockKey
 from backends.config import ParallelConfig
+from backends.errors import TierError
 
 Bytes = npt.NDArray[np.uint8]
+COUNTERS: Final = ("stored", "loaded", "shed", "corrupt", "late", "failed", "evicted")
 
 
 class Lookup(enum.Enum):
@@ -40,7 +54,7 @@ class Outcome(enum.Enum):
     DONE = "done"
     MISSING = "missing"  # load: it is not, or no longer, there
     CORRUPT = "corrupt"  # load: it was there and wrong; it is in quarantine now
-    SHED = "shed"  # store: no room, a full queue, or a tier that is taken out
+    SHED = "shed"  # not tried: no room, a full queue, or a tier that is taken out or closed
     LATE = "late"  # its deadline passed first
     FAILED = "failed"  # anything else; the result says what
 
@@ -49,9 +63,14 @@ class Outcome(enum.Enum):
 class Job:
     """One batch. `keys[i]` is stored from, or loaded into, row `rows[i]`.
 
+    `job_id` is the caller's and names no other job of this tier, of either kind. A key may stand in
+    a batch more than once, a row only once, and it is in no other load that has no result yet.
+
     `deadline_s` is on the clock of `time.monotonic`; None waits for ever. The caller keeps the rows
     alive and unchanged (store) or unread (load) until `poll` has given the job's result, also where
-    the deadline has passed: a late write into a row that was given away would be a wrong byte.
+    the deadline has passed: a late write into a row that was given away would be a wrong byte. So
+    a tier whose disk hangs in the middle of a row may give its result late, but a key that has not
+    been begun when the deadline passes ends LATE then and is not begun any more.
     """
 
     job_id: int
@@ -59,10 +78,22 @@ class Job:
     rows: tuple[int, ...]
     deadline_s: float | None = None
 
+    def __post_init__(self) -> None:
+        if len(self.keys) != len(self.rows):
+            raise TierError(
+                f"job {self.job_id} has {len(self.keys)} keys and {len(self.rows)} rows, expected "
+                "one row for each key"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """How a job ended, key by key. `reasons[i]` says why `outcomes[i]` is not DONE, else ""."""
+    """How a job ended, key by key. `reasons[i]` says why `outcomes[i]` is not DONE, else "".
+
+    `bytes_moved` counts what was written or read for keys that ended DONE, headers included; a key
+    that was there already, or stood twice in the batch, is moved once or not at all. `seconds` is
+    the time from submit to the end.
+    """
 
     job_id: int
     outcomes: tuple[Outcome, ...]
@@ -73,7 +104,10 @@ class JobResult:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a tier holds. `capacity_bytes` None: no limit. Ages in seconds, None when empty."""
+    """What a tier holds, headers included, of all who share it. `capacity_bytes` None: no limit.
+
+    `oldest_s` is how long ago the least recently used block was used, None when empty.
+    """
 
     bytes: int
     blocks: int
@@ -85,8 +119,8 @@ class Usage:
 class Capabilities:
     """What a tier is, for those who choose how to use it and for its tests.
 
-    persistent: blocks outlive the process. shared: other processes see them. quota: it has a
-    capacity that it keeps. corruption: it finds damaged bytes.
+    persistent: blocks outlive the process, killed or not. shared: other processes see them. quota:
+    it has a capacity that it keeps at every moment. corruption: it finds damaged bytes.
     """
 
     persistent: bool
@@ -130,7 +164,10 @@ class Tier(ABC):
 
     @abstractmethod
     def lookup(self, keys: Sequence[BlockKey]) -> Sequence[Lookup]:
-        """What is known of each key now, in order. A HIT may still turn out MISSING on load."""
+        """What is known of each key now, in order. A HIT may still turn out MISSING on load.
+
+        After `close` every key is a MISS.
+        """
 
     @abstractmethod
     def submit_store(self, job: Job) -> None:
@@ -138,17 +175,27 @@ class Tier(ABC):
         checksums into the rows' headers, and nothing else.
 
         A key that is there already, and right, is DONE without being written again. A store is
-        seen by lookups, here and elsewhere, whole or not at all.
+        seen by lookups, here and elsewhere, whole or not at all. A row that is not COMPLETE, or
+        whose header has another key or fingerprint (`block.check_row`), is FAILED and stored
+        nowhere. A LATE store may have landed. Raises TierError after `close`.
         """
 
     @abstractmethod
     def submit_load(self, job: Job) -> None:
         """Begin to load blocks into rows, header included. A row whose key is not DONE holds
-        unspecified bytes and an EMPTY header."""
+        unspecified bytes and an EMPTY header. Raises TierError after `close`.
+        """
 
     @abstractmethod
     def poll(self) -> Sequence[JobResult]:
-        """Results of jobs that ended since the last call; each job's exactly once."""
+        """Results of jobs that ended since the last call; each job's exactly once.
+
+        A row is the caller's again when its job's result is given: the tier touches it no more.
+        """
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:  # noqa: B027 - most tiers keep no order
+        """These keys were used, though not loaded from here, and are to be kept longest, the first
+        one longer than the others. May be ignored."""
 
     @abstractmethod
     def usage(self) -> Usage:
@@ -156,7 +203,11 @@ class Tier(ABC):
 
     @abstractmethod
     def counters(self) -> dict[str, int]:
-        """Counts since the start by name: stored, loaded, shed, corrupt, late, failed, evicted, ..."""
+        """Counts of blocks since the start by name: those of COUNTERS, and any of the tier's own.
+
+        stored counts blocks that were written, loaded blocks that were given out whole; the others
+        count keys that ended so, and blocks that the quota drove out.
+        """
 
     @abstractmethod
     def drain(self, timeout_s: float) -> bool:
@@ -164,4 +215,9 @@ class Tier(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End all work and give everything back. May be called again. `poll` still works."""
+        """End all work and give everything back. May be called again. `poll` still works.
+
+        Keys not begun are SHED, those begun are waited for, because a row may be unmapped next. A
+        tier may give up on I/O that does not come back; such a job stays without a result, and its
+        rows must not be used again.
+        """

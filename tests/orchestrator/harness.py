@@ -8,6 +8,7 @@ whatever became of its parents.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import signal
@@ -15,7 +16,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,16 +25,22 @@ from typing import Any, TypeVar
 import pytest
 
 from orchestrator.events import PHASES
+from orchestrator.plan import Plan, read_plan
 from orchestrator.rundir import RunDir
+from orchestrator.workload.source import stream_for_replica
+from orchestrator.workloads import workload_spec
 from tests.kit import REPO
+from tests.models.cache_model import ReplicaCacheModel
 
 MARK = "KVQUAY_TEST_LAUNCH"
 START_S = 120.0  # importing torch on a machine that is busy with something else
 END_S = 120.0
 CLEAN_S = 5.0
+LOOK_S = 0.005
 SHM = Path("/dev/shm")
 
 T = TypeVar("T")
+Ran = dict[str, "Future[None]"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +54,19 @@ class Process:
 
 
 class Launch:
-    """One `python launch.py OVERRIDES`. Output goes to files; nothing outlives the context."""
+    """One `python launch.py OVERRIDES`. Output goes to files; nothing outlives the context.
+
+    `run_dir` is `home / "run"` unless given; that of a sweep's job is for the caller to arrange.
+    """
 
     def __init__(
-        self, home: Path, *overrides: str, environment: dict[str, str] | None = None
+        self,
+        home: Path,
+        *overrides: str,
+        environment: dict[str, str] | None = None,
+        run_dir: Path | None = None,
     ) -> None:
-        self.run = RunDir(home / "run")
+        self.run = RunDir(run_dir or home / "run")
         self.temporary = home / "tmp"
         self.temporary.mkdir(parents=True)
         self._out, self._err = home / "out.txt", home / "err.txt"
@@ -59,11 +74,9 @@ class Launch:
         name, value = self._mark.split("=")
         with open(self._out, "wb") as out, open(self._err, "wb") as err:
             self.popen = subprocess.Popen(
-                [sys.executable, "launch.py", f"hydra.run.dir={self.run.path}", *overrides],
+                [sys.executable, "launch.py", *overrides, f"hydra.run.dir={self.run.path}"],
                 cwd=REPO,
-                env=os.environ
-                | (environment or {})
-                | {name: value, "TMPDIR": str(self.temporary)},
+                env=os.environ | (environment or {}) | {name: value, "TMPDIR": str(self.temporary)},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
@@ -82,12 +95,6 @@ class Launch:
         for path in self.region_files():
             path.unlink(missing_ok=True)
 
-    def wait_in(self, run_dir: Path) -> Launch:
-        """Look at one job of a sweep from now on."""
-        self.run = RunDir(run_dir)
-        self.wait("the job", run_dir.is_dir)
-        return self
-
     # What there is.
 
     def processes(self) -> list[Process]:
@@ -102,11 +109,15 @@ class Launch:
         return sorted(found, key=lambda process: process.pid)
 
     def zygote(self) -> int | None:
-        return self._child(self.popen.pid, "orchestrator.spawn.zygote")
+        for child in _children(self.popen.pid):
+            with contextlib.suppress(OSError):
+                if "orchestrator.spawn.zygote" in _process(child).command:
+                    return child
+        return None
 
     def agents(self) -> list[int]:
         zygote = self.zygote()
-        return [p.pid for p in self.processes() if zygote is not None and p.parent == zygote]
+        return [] if zygote is None else _children(zygote)
 
     def agent(self, replica: int) -> int:
         """The pid of a replica's agent, once its first worker has told its own."""
@@ -170,7 +181,7 @@ class Launch:
                 return found
             if ended:
                 pytest.fail(f"launch.py ended before {what}\n{self.told()}")
-            time.sleep(0.002)
+            time.sleep(LOOK_S)
         pytest.fail(f"{what}: not within {timeout_s:g} s\n{self.told()}")
 
     def wait_importing(self) -> int:
@@ -214,7 +225,7 @@ class Launch:
         """`within_s` after the moment `since_s` (time.monotonic) nothing of the launch is left."""
         until_s = since_s + within_s
         while (left := self.left()) and time.monotonic() < until_s:
-            time.sleep(0.01)
+            time.sleep(10 * LOOK_S)
         assert not left, f"left after {within_s:g} s:\n" + "\n".join(left) + f"\n{self.told()}"
 
     def left(self) -> list[str]:
@@ -226,17 +237,20 @@ class Launch:
         left += [str(path) for path in self.run.path.rglob(".*") if path.name != ".hydra"]
         return left
 
-    def _child(self, parent: int, command: str) -> int | None:
-        for process in self.processes():
-            if process.parent == parent and command in process.command:
-                return process.pid
-        return None
-
 
 def _process(pid: int) -> Process:
     stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     return Process(pid, int(stat[1]), stat[0], command.strip())
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
+    except OSError:
+        return []
 
 
 def _maps(pid: int, name: str) -> bool:
@@ -253,30 +267,85 @@ def launched(home: Path, *overrides: str, **options: Any) -> Iterator[Launch]:
         yield launch
 
 
-def run_launch(home: Path, *overrides: str, environment: dict[str, str] | None = None) -> Launch:
+def run_launch(home: Path, *overrides: str, **options: Any) -> Launch:
     """A launch of a small deployment, to its end."""
-    with Launch(home, "profile=ci", *overrides, environment=environment) as launch:
+    with Launch(home, "profile=ci", *overrides, **options) as launch:
         launch.wait_end()
         return launch
 
 
-def hit_tokens(report: dict[str, Any]) -> list[dict[str, int]]:
-    return [replica["hit_tokens"] for replica in report["replicas"]]
-
-
-def slots(report: dict[str, Any]) -> list[list[int]]:
-    """Slot of every worker, by replica and rank."""
-    return [[worker["slot"] for worker in replica["workers"]] for replica in report["replicas"]]
-
-
-def assert_verified(launch: Launch, replicas: Sequence[int] = (0, 1)) -> None:
-    """The run is over and well, its bytes were checked, and each worker has a slot of its own."""
+def assert_verified(launch: Launch) -> None:
+    """The run is over and well, and left nothing but its results, which `assert_right` holds."""
     assert launch.popen.returncode == 0, launch.told()
-    report = launch.report()
+    assert launch.left() == []
+    assert_right(launch.run)
+
+
+def assert_right(run: RunDir) -> None:
+    """The bytes were checked, the hits are those of an independent model, and each worker has a
+    slot of its own, which is its place in its group."""
+    report = json.loads(run.report.read_text())
+    plan = read_plan(run.plan)
     assert report["status"] == "ok"
+    assert report["failures"] == []
     assert report["verification"]["blocks_checked"] > 0
     assert report["verification"]["blocks_wrong"] == 0
-    assert [replica["data_parallel_index"] for replica in report["replicas"]] == list(replicas)
+    indices = [replica["data_parallel_index"] for replica in report["replicas"]]
+    assert indices == list(range(plan.topology.data_parallel_size))
     for replica in report["replicas"]:
-        workers = replica["workers"]
-        assert [worker["slot"] for worker in workers] == list(range(len(workers)))
+        slots = [worker["slot"] for worker in replica["workers"]]
+        assert slots == list(range(plan.topology.world_size))
+        assert replica["hit_tokens"] == model_hit_tokens(plan, replica["data_parallel_index"])
+
+
+def model_hit_tokens(plan: Plan, index: int) -> dict[str, int]:
+    """What a simple model of one replica's caches says of the requests that it is sent."""
+    model = ReplicaCacheModel(
+        plan.device_blocks,
+        plan.region.rows,
+        plan.cache.tokens_per_block,
+        plan.cache.blocks_per_chunk,
+        plan.cache.tokens_per_hash,
+        len(plan.groups),
+    )
+    spec = workload_spec(plan.settings.workload, plan.cache)
+    for request in stream_for_replica(spec, plan.topology.data_parallel_size, index):
+        model.process(request.prompt_tokens, request.output_tokens, request.hashes)
+    totals = model.totals()
+    return {"device": totals.hit_tokens_device, "shm": totals.hit_tokens_region}
+
+
+def ahead(test: Callable[..., None]) -> Callable[..., None]:
+    """Let a test run two at a time with the others of its file: a launch keeps one core busy.
+
+    Such a test takes `home`, a directory of its own, and parameters, but no fixtures. It needs
+    the fixture `ran_ahead`, which the file imports.
+    """
+    parameters = [p for p in inspect.signature(test).parameters.values() if p.name != "home"]
+
+    def wait(request: pytest.FixtureRequest, ran_ahead: Ran, **_: Any) -> None:
+        ran_ahead[request.node.nodeid].result()
+
+    wait.__name__, wait.__doc__ = test.__name__, test.__doc__
+    own = [p for p in inspect.signature(wait).parameters.values() if p.name != "_"]
+    wait.__signature__ = inspect.Signature([*own, *parameters])  # type: ignore[attr-defined]
+    wait.ahead = test  # type: ignore[attr-defined]
+    return wait
+
+
+@pytest.fixture(scope="module")
+def ran_ahead(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Ran]:
+    """The results of this file's selected tests that are marked `ahead`, in their order."""
+    pool = ThreadPoolExecutor(2)
+    ran: Ran = {}
+    for item in request.session.items:
+        if isinstance(item, pytest.Function) and item.path == request.path:
+            test = getattr(item.function, "ahead", None)
+            if test is not None:
+                home = tmp_path_factory.mktemp(test.__name__[:40])
+                given = item.callspec.params if hasattr(item, "callspec") else {}
+                ran[item.nodeid] = pool.submit(test, home=home, **given)
+    yield ran
+    pool.shutdown(cancel_futures=True)

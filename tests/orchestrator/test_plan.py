@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import resource
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from orchestrator import __version__
 from orchestrator.plan import (
@@ -25,6 +27,7 @@ from orchestrator.plan import (
     read_plan,
     write_plan,
 )
+from orchestrator.render import print_plan
 from orchestrator.schema import Config
 from orchestrator.validate import validate
 from tests.kit import REPO, compose_config
@@ -161,36 +164,38 @@ def test_a_run_has_the_digest_that_its_plan_was_shown_with() -> None:
     assert len(digests) == 1
 
 
-CHANGES = (
-    "parallel.data_parallel_size=4",
-    "parallel.tensor_parallel_size=1",
-    "model.name=other",
-    "model.revision=v2",
-    "model.dtype=float16",
-    "model.rope=x",
-    "region.size=64MiB",
-    "region.backing=shm",
-    "region.prefault=false",
-    "engine.verify=off",
-    "engine.tokens_per_hash=8",
-    "engine.device_cache_size=48MiB",
-    "engine.layout=blocks_first",
-    "workload.seed=1",
-    "workload.salt=tenant",
-    "workload.requests=7",
-    "spawn.kind=inline",
-    "spawn.devices=[3,2,1,0]",
-    "spawn.virtual_local_rank=true",
-    "spawn.group_timeout_s=61",
+CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("parallel", {"data_parallel_size": 4}),
+    ("parallel", {"tensor_parallel_size": 1}),
+    ("model", {"name": "other"}),
+    ("model", {"revision": "v2"}),
+    ("model", {"dtype": "float16"}),
+    ("model", {"rope": "x"}),
+    ("region", {"size": "64MiB"}),
+    ("region", {"backing": "shm"}),
+    ("region", {"prefault": False}),
+    ("engine", {"verify": "off"}),
+    ("engine", {"tokens_per_hash": 8}),
+    ("engine", {"device_cache_size": "48MiB"}),
+    ("engine", {"layout": "blocks_first"}),
+    ("workload", {"seed": 1}),
+    ("workload", {"salt": "tenant"}),
+    ("workload", {"requests": 7}),
+    ("spawn", {"kind": "inline"}),
+    ("spawn", {"devices": [3, 2, 1, 0]}),
+    ("spawn", {"virtual_local_rank": True}),
+    ("spawn", {"group_timeout_s": 61.0}),
 )
 
 
 def test_any_change_of_a_setting_changes_the_digest() -> None:
-    digests = {plan_of(compose_config()).digest: "nothing"}
-    for change in CHANGES:
-        digest = plan_of(compose_config(change)).digest
-        assert digest not in digests, f"{change} plans as {digests[digest]} does"
-        digests[digest] = change
+    config = compose_config()
+    digests = {plan_of(config).digest: "nothing"}
+    for group, values in CHANGES:
+        changed = dataclasses.replace(getattr(config, group), **values)
+        digest = plan_of(dataclasses.replace(config, **{group: changed})).digest
+        assert digest not in digests, f"{values} of {group} plans as {digests[digest]} does"
+        digests[digest] = f"{values} of {group}"
 
 
 def test_a_written_plan_reads_back_equal(small: Plan, tmp_path: Path) -> None:
@@ -303,6 +308,57 @@ def test_a_plan_that_cannot_be_written_leaves_the_old_one(small: Plan, tmp_path:
     assert done.stdout == "File too large\n", done.stderr
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["plan.json"]
+
+
+def shown(plan: Plan, width: int) -> list[str]:
+    console = Console(width=width, file=io.StringIO(), markup=False, highlight=False)
+    print_plan(console, plan)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_a_shown_plan_has_every_column_and_cuts_nothing(small: Plan, width: int) -> None:
+    lines = shown(small, width)
+    text = "\n".join(lines)
+    for column in ("replica", "node", "rank", "PP/PCP/TP/DCP", "local_rank", "device", "slot"):
+        assert column in text
+    for column in ("region", "bytes", "directory", "rendezvous", "per rank", "per replica"):
+        assert column in text
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+    for replica in small.replicas:
+        assert f"  {replica.command}" in lines  # in one piece, to be pasted
+        assert width < 100 or any(replica.region_name in line for line in lines)
+    tables = [line for line in lines if "torchrun" not in line]
+    assert max(map(len, tables)) <= width
+    assert sum(line.split()[:3] == ["1", "0", "7"] for line in lines) == 1
+
+
+def test_a_folded_name_is_still_there_in_whole(small: Plan) -> None:
+    lines = shown(small, 80)
+    start = next(i for i, line in enumerate(lines) if line.startswith("replica  node  region"))
+    place = lines[start].index("region")
+    end = lines[start].index("bytes")
+    rows = [line[place:end].strip() for line in lines[start + 1 : start + 1 + 2 * 4]]
+    assert "".join(rows) == "".join(replica.region_name for replica in small.replicas)
+
+
+def test_a_large_plan_is_shown_in_part_and_says_so() -> None:
+    plan = plan_of(
+        compose_config(
+            *("action=plan", "spawn.check_machine=false", "parallel.data_parallel_size=100"),
+            "parallel.tensor_parallel_size=2",
+        )
+    )
+    lines = shown(plan, 120)
+    assert len(lines) < 110
+    for more in ("136 more workers", "84 more replicas", "96 more commands"):
+        assert f"... {more} in plan.json" in lines
+
+
+def test_a_name_is_shown_as_it_is() -> None:
+    plan = plan_of(compose_config("model.name='[red]x[/y] :smile:'", "region.backing=shm"))
+    assert any("model [red]x[/y] :smile:," in line for line in shown(plan, 120))
 
 
 @pytest.mark.slow

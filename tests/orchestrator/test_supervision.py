@@ -19,12 +19,13 @@ from orchestrator.rundir import ReplicaDir
 from orchestrator.spawn.agent import first_to_fail
 from orchestrator.supervise import PHASES, RunState, start_timeout
 from tests.kit import plan_for
-from tests.orchestrator.harness import Launch, launched
+from tests.orchestrator.harness import Launch, ahead, launched, ran_ahead
+
+__all__ = ["ran_ahead"]
 
 pytestmark = pytest.mark.multiproc
 
-SHM = ("region=shm", "region.persist_name=true")
-MEMFD = ("region=default",)
+BACKINGS = {"memfd": ("region=default",), "shm": ("region=shm", "region.persist_name=true")}
 
 
 def wait_moment(launch: Launch, moment: str) -> None:
@@ -56,18 +57,18 @@ def victim_pid(launch: Launch, victim: str) -> int:
 @pytest.mark.parametrize(
     ("signum", "moment", "backing"),
     [
-        (signal.SIGINT, "importing", SHM),
-        (signal.SIGTERM, "importing", MEMFD),
-        (signal.SIGINT, "started", SHM),
-        (signal.SIGTERM, "started", MEMFD),
-        (signal.SIGINT, "serving", MEMFD),
-        (signal.SIGTERM, "serving", SHM),
+        (signal.SIGINT, "importing", "shm"),
+        (signal.SIGTERM, "importing", "memfd"),
+        (signal.SIGTERM, "started", "shm"),
+        (signal.SIGINT, "serving", "memfd"),
+        (signal.SIGTERM, "serving", "shm"),
     ],
 )
+@ahead
 def test_a_signal_to_the_launcher_ends_everything(
-    tmp_path: Path, signum: signal.Signals, moment: str, backing: tuple[str, ...]
+    home: Path, signum: signal.Signals, moment: str, backing: str
 ) -> None:
-    with launched(tmp_path, *backing) as launch:
+    with launched(home, *BACKINGS[backing]) as launch:
         wait_moment(launch, moment)
         since_s = time.monotonic()
         launch.signal(signum)
@@ -81,20 +82,20 @@ def test_a_signal_to_the_launcher_ends_everything(
 @pytest.mark.parametrize(
     ("victim", "moment", "backing", "told"),
     [
-        ("zygote", "importing", MEMFD, "launcher process that holds all agents ended: killed by"),
-        ("zygote", "started", MEMFD, "launcher process that holds all agents ended: killed by"),
-        ("zygote", "serving", SHM, "launcher process that holds all agents ended: killed by"),
-        ("agent 1", "started", SHM, "replica 1: its torchrun agent ended: killed by"),
-        ("agent 0", "serving", MEMFD, "replica 0: its torchrun agent ended: killed by"),
-        ("worker 1 1", "started", SHM, "replica 1, rank 1: killed by"),
-        ("worker 1 0", "serving", MEMFD, "replica 1, rank 0: killed by"),
-        ("worker 0 1", "serving", SHM, "replica 0, rank 1: killed by"),
+        ("zygote", "importing", "memfd", "launcher process that holds all agents ended: killed by"),
+        ("zygote", "serving", "shm", "launcher process that holds all agents ended: killed by"),
+        ("agent 1", "started", "shm", "replica 1: its torchrun agent ended: killed by"),
+        ("agent 0", "serving", "memfd", "replica 0: its torchrun agent ended: killed by"),
+        ("worker 1 1", "started", "shm", "replica 1, rank 1: killed by"),
+        ("worker 1 0", "serving", "memfd", "replica 1, rank 0: killed by"),
+        ("worker 0 1", "serving", "shm", "replica 0, rank 1: killed by"),
     ],
 )
+@ahead
 def test_a_killed_child_ends_the_run_and_is_named(
-    tmp_path: Path, victim: str, moment: str, backing: tuple[str, ...], told: str
+    home: Path, victim: str, moment: str, backing: str, told: str
 ) -> None:
-    with launched(tmp_path, *backing) as launch:
+    with launched(home, *BACKINGS[backing]) as launch:
         wait_moment(launch, moment)
         since_s = time.monotonic()
         os.kill(victim_pid(launch, victim), signal.SIGKILL)
@@ -110,12 +111,11 @@ def test_a_killed_child_ends_the_run_and_is_named(
 
 
 @pytest.mark.parametrize(
-    ("moment", "backing"), [("importing", MEMFD), ("started", SHM), ("serving", SHM)]
+    ("moment", "backing"), [("importing", "memfd"), ("started", "shm"), ("serving", "shm")]
 )
-def test_a_killed_launcher_leaves_nothing(
-    tmp_path: Path, moment: str, backing: tuple[str, ...]
-) -> None:
-    with launched(tmp_path, *backing) as launch:
+@ahead
+def test_a_killed_launcher_leaves_nothing(home: Path, moment: str, backing: str) -> None:
+    with launched(home, *BACKINGS[backing]) as launch:
         wait_moment(launch, moment)
         since_s = time.monotonic()
         launch.signal(signal.SIGKILL)
@@ -123,27 +123,32 @@ def test_a_killed_launcher_leaves_nothing(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_nothing_is_left_whoever_is_killed_at_whatever_moment(tmp_path: Path, seed: int) -> None:
+@ahead
+def test_nothing_is_left_whatever_happens_at_whatever_moment(home: Path, seed: int) -> None:
     draw = random.Random(seed)
     victim = draw.choice(["parent", "zygote", "agent 0", "worker 0 1", "worker 1 0"])
+    signum = draw.choice([signal.SIGKILL, signal.SIGTERM])
+    backing = draw.choice(list(BACKINGS))
     phase = draw.choice(PHASES[:4])
     delay_s = draw.uniform(0.0, 0.15)
-    with launched(tmp_path, "region=shm") as launch:
+    with launched(home, f"region.backing={backing}") as launch:
         launch.wait_phase(phase, 0, 0)
         launch.wait_phase("started", 0, 1)
         launch.wait_phase("started", 1, 0)
         time.sleep(delay_s)
         since_s = time.monotonic()
-        os.kill(victim_pid(launch, victim), signal.SIGKILL)
+        os.kill(victim_pid(launch, victim), signum)
         launch.assert_gone(since_s)
-        assert launch.wait_end() == (-signal.SIGKILL if victim == "parent" else 1), launch.told()
+        told = 1 if victim != "parent" else -signum if signum == signal.SIGKILL else 128 + signum
+        assert launch.wait_end() == told, launch.told()
 
 
-def test_a_worker_that_raises_is_named_with_its_traceback(tmp_path: Path) -> None:
-    with launched(tmp_path) as launch:
+@ahead
+def test_a_worker_that_raises_is_named_with_its_traceback(home: Path) -> None:
+    with launched(home) as launch:
         launch.wait_importing()
         # Events are never written through a link.
-        launch.run.replica(1).events(1).symlink_to(tmp_path / "elsewhere")
+        launch.run.replica(1).events(1).symlink_to(home / "elsewhere")
         assert launch.wait_end() == 1
         launch.assert_gone(time.monotonic())
         failure = launch.report()["failures"][0]
@@ -154,8 +159,9 @@ def test_a_worker_that_raises_is_named_with_its_traceback(tmp_path: Path) -> Non
         assert "OSError: [Errno 40]" in launch.run.replica(1).stderr(1).read_text()
 
 
-def test_a_plan_that_was_changed_under_way_is_refused_with_a_traceback(tmp_path: Path) -> None:
-    with launched(tmp_path) as launch:
+@ahead
+def test_a_plan_that_was_changed_under_way_is_refused_with_a_traceback(home: Path) -> None:
+    with launched(home) as launch:
         launch.wait_importing()
         plan = launch.run.plan
         plan.write_text(plan.read_text().replace('"slot": 1', '"slot": 0'))
@@ -166,9 +172,10 @@ def test_a_plan_that_was_changed_under_way_is_refused_with_a_traceback(tmp_path:
         assert "Traceback (most recent call last)" in launch.err
 
 
-def test_on_failure_continue_lets_the_other_replica_finish(tmp_path: Path) -> None:
+@ahead
+def test_on_failure_continue_lets_the_other_replica_finish(home: Path) -> None:
     overrides = ("profile=ci", "workload.requests=1500", "spawn.on_failure=continue")
-    with Launch(tmp_path, *overrides) as launch:
+    with Launch(home, *overrides) as launch:
         os.kill(launch.wait_phase("ready", 1, 1), signal.SIGKILL)
         assert launch.wait_end() == 1, launch.told()
         launch.assert_gone(time.monotonic())
@@ -181,8 +188,9 @@ def test_on_failure_continue_lets_the_other_replica_finish(tmp_path: Path) -> No
         assert "replica 1, rank 1: killed by SIGKILL" in launch.err
 
 
-def test_a_second_interrupt_kills_what_the_first_one_cannot_end(tmp_path: Path) -> None:
-    with launched(tmp_path, "spawn.stop_timeout_s=100") as launch:
+@ahead
+def test_a_second_interrupt_kills_what_the_first_one_cannot_end(home: Path) -> None:
+    with launched(home, "spawn.stop_timeout_s=100") as launch:
         launch.wait_serving()
         os.kill(launch.agent(0), signal.SIGSTOP)
         launch.signal(signal.SIGINT)
@@ -195,10 +203,11 @@ def test_a_second_interrupt_kills_what_the_first_one_cannot_end(tmp_path: Path) 
         launch.assert_gone(since_s)
 
 
-def test_a_stopped_worker_is_named_when_start_up_takes_too_long(tmp_path: Path) -> None:
-    for attempt, limit_s in enumerate((12, 30, 90)):
+@ahead
+def test_a_stopped_worker_is_named_when_start_up_takes_too_long(home: Path) -> None:
+    for attempt, limit_s in enumerate((8, 30, 90)):
         timeout = f"spawn.start_timeout_s={limit_s}"
-        with launched(tmp_path / str(attempt), timeout, *SHM) as launch:
+        with launched(home / str(attempt), timeout, *BACKINGS["shm"]) as launch:
             worker = launch.wait_phase("started", 1, 1)
             os.kill(worker, signal.SIGSTOP)
             if launch.reached("ready", 1, 1):
@@ -213,16 +222,18 @@ def test_a_stopped_worker_is_named_when_start_up_takes_too_long(tmp_path: Path) 
     pytest.fail("no worker could be stopped before it was ready")
 
 
-def test_a_stopped_zygote_is_ended_at_the_deadline(tmp_path: Path) -> None:
-    with launched(tmp_path, "spawn.start_timeout_s=3") as launch:
+@ahead
+def test_a_stopped_zygote_is_ended_at_the_deadline(home: Path) -> None:
+    with launched(home, "spawn.start_timeout_s=3") as launch:
         os.kill(launch.wait_importing(), signal.SIGSTOP)
         assert launch.wait_end() == 1
         launch.assert_gone(time.monotonic())
         assert "4 of 4 workers are missing: replica 0 rank 0 (not started" in launch.err
 
 
-def test_a_hang_while_serving_ends_the_run_and_names_who_stands_still(tmp_path: Path) -> None:
-    with launched(tmp_path, "spawn.group_timeout_s=6", *SHM) as launch:
+@ahead
+def test_a_hang_while_serving_ends_the_run_and_names_who_stands_still(home: Path) -> None:
+    with launched(home, "spawn.group_timeout_s=6", *BACKINGS["shm"]) as launch:
         launch.wait_serving()
         worker = launch.worker(1, 1)
         assert worker is not None
@@ -234,9 +245,10 @@ def test_a_hang_while_serving_ends_the_run_and_names_who_stands_still(tmp_path: 
         assert f"its peers wait for rank 1 (pid {worker}), which is stopped" in launch.err
 
 
-def test_a_worker_without_peers_that_stands_still_ends_the_run(tmp_path: Path) -> None:
+@ahead
+def test_a_worker_without_peers_that_stands_still_ends_the_run(home: Path) -> None:
     overrides = ("parallel=dp2_tp1", "spawn.group_timeout_s=1")
-    with launched(tmp_path, *overrides) as launch:
+    with launched(home, *overrides) as launch:
         launch.wait_serving()
         worker = launch.worker(1, 0)
         assert worker is not None

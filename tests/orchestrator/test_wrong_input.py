@@ -6,13 +6,15 @@ can show are real starts.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,6 +72,10 @@ KEYS = [
     row("parallel.tp=2", told=["parallel.tp", UNKNOWN, "parallel.tensor_parallel_size"]),
     row("workload.request=2", told=["workload.request", "'workload.requests'?"]),
     row("hydra.run.dirr=/x", told=["hydra.run.dirr"]),
+    row("hydra.run.dir=", told=["hydra.run.dir is ''", "must name a directory"]),
+    row("hydra.sweep.dir=null", told=["hydra.sweep.dir", "must name a directory"]),
+    row("hydra.job.chdir=true", told=["hydra.job.chdir is True", "must stay false"]),
+    row("hydra/launcher=nope", told=["hydra/launcher/nope", "basic"]),
     row("~region", told=["region is a group and cannot be deleted", "default, shm"]),
     row("~region.size", told=["region.size cannot be deleted", "set region.size to another"]),
     row("~foo", told=["foo", UNKNOWN]),
@@ -379,3 +385,308 @@ def test_is_refused_with_key_value_limit_and_fix(
     wrong: Row, elsewhere: Path, tmp_path: Path
 ) -> None:
     assert_clear(str(refusal(wrong.typed, tmp_path)), wrong.told)
+
+
+def test_errors_of_unlike_kinds_are_all_told_at_once(elsewhere: Path, tmp_path: Path) -> None:
+    typed = (
+        *("model=llama3_1_8b", "parallel.tensor_parallel_size=3", "engine.tokens_per_hash=5"),
+        *("engine.max_tokens_per_step=8", "workload.turns=0", "region.persist_name=true"),
+        *("spawn.devices=[1,1]", "parallel.nodes=2", "spawn.node_rank=4", "tiers.order=[]"),
+        *("spawn.rdzv_port=65535", "engine.copy_kernel=cuda"),
+    )
+    # Typed values that are wrong by themselves are told before the rest is composed.
+    assert_clear(str(refusal(typed, tmp_path)), ["1 problem ", "tiers.order"])
+    found = refusal([text for text in typed if not text.startswith("tiers")], tmp_path)
+    assert sorted({problem.key for problem in found.problems}) == [
+        *("engine.copy_kernel", "engine.max_tokens_per_step", "engine.tokens_per_hash"),
+        *("parallel.nodes", "parallel.tensor_parallel_size", "region.persist_name"),
+        *("spawn.devices", "spawn.node_rank", "spawn.rdzv_port", "workload.turns"),
+    ]
+    assert_clear(str(found), [])
+
+
+def test_unknown_keys_wrong_types_and_wrong_values_are_told_together(
+    elsewhere: Path, tmp_path: Path
+) -> None:
+    typed = (
+        *("region.sizee=1GiB", "foo=1", "region.size=8gigs", "parallel.tensor_parallel_size=two"),
+        *("engine=vllm", "model=nope", "action=rum", "tiers.order=[shm,fs]", "a=[", "~spawn"),
+    )
+    found = refusal(typed, tmp_path)
+    assert [problem.key for problem in found.problems] == [
+        *("region.sizee", "foo", "region.size", "parallel.tensor_parallel_size", "engine"),
+        *("model", "action", "tiers.order", "a=[", "spawn"),
+    ]
+    assert_clear(str(found), [])
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", ["is empty"]),
+        (b"\n\n", ["line 1"]),
+        (b"not json\n", ["line 1 is bad"]),
+        (b"\x80\x81\xff\n", ["line 1 is bad"]),
+        (b'{"timestamp": 0}\n', ["line 1 is bad", "input_length"]),
+    ],
+)
+def test_a_file_that_is_no_trace_is_refused(
+    elsewhere: Path, tmp_path: Path, content: bytes, told: Sequence[str]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_bytes(content)
+    found = refusal(["workload=trace", f"workload.path={trace}"], tmp_path)
+    assert_clear(str(found), ["workload.path", str(trace), *told])
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("parallel: {data_parallel_size: two}", ["parallel.data_parallel_size", "'two'"]),
+        ("region: {size: 8gigs}", ["region.size is '8gigs'", SIZE]),
+        ("region: 3", ["RegionConf", "3"]),
+        ("region: {size: null}", ["region.size", "Incompatible value 'None'"]),
+    ],
+)
+def test_what_stands_wrong_in_a_file_is_refused(
+    elsewhere: Path, tmp_path: Path, content: str, told: Sequence[str]
+) -> None:
+    folder = tmp_path / "conf" / "experiment"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text(f"# @package _global_\n{content}\n")
+    typed = [f"hydra.searchpath=[file://{folder.parent}]", "experiment=mine"]
+    assert_clear(str(refusal(typed, tmp_path)), told)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"num_hidden_layers": "many"}'])
+def test_a_file_that_is_no_model_is_refused(elsewhere: Path, tmp_path: Path, content: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(content)
+    found = refusal(["model=hf", f"model.hf_config={file}"], tmp_path)
+    assert_clear(str(found), ["model.hf_config", str(file)])
+
+
+def test_regions_that_dev_shm_cannot_hold_are_refused(elsewhere: Path, tmp_path: Path) -> None:
+    size = machine.shm_free_bytes() // 2 + 2**30
+    if size > 2**50:
+        pytest.skip("/dev/shm has no limit here")
+    found = refusal(["region=shm", f"region.size={size}"], tmp_path)
+    told = [f"region.size is '{size}'", "/dev/shm: 2 replicas on this node ask", "memfd"]
+    assert_clear(str(found), told)
+
+
+def test_regions_that_memory_cannot_hold_are_refused(elsewhere: Path, tmp_path: Path) -> None:
+    size = machine.tightest_memory_limit().limit_bytes
+    found = refusal(["action=plan", "parallel=dp1_tp1", f"region.size={size}"], tmp_path)
+    told = [f"region.size is '{size}'", "memory", "too much", "spawn.check_machine=false"]
+    assert_clear(str(found), told)
+
+
+def test_all_that_a_node_needs_is_counted_together(elsewhere: Path, tmp_path: Path) -> None:
+    """Neither the regions nor the caches are too much, but both are."""
+    mib = machine.tightest_memory_limit().available_bytes // 2**20
+    typed = [f"region.size={mib * 3 // 10}MiB", f"engine.device_cache_size={mib // 6}MiB"]
+    found = refusal(typed, tmp_path)
+    told = ["engine.device_cache_size", "of memory: 2 regions of", "4 device caches", "can be used"]
+    assert_clear(str(found), told)
+
+
+def test_a_port_in_use_is_refused(elsewhere: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        found = refusal([f"spawn.rdzv_port={port - 1}"], tmp_path)
+    told = [f"spawn.rdzv_port is {port - 1}", f"in use on this machine: {port}", "rdzv_port=0"]
+    assert_clear(str(found), told)
+
+
+@pytest.mark.skipif(machine.cuda_device_count() > 0, reason="this machine has CUDA devices")
+@pytest.mark.parametrize("more", [[], ["spawn.devices=[0,1,2,3]"]])
+def test_cuda_is_refused_where_there_is_none(
+    elsewhere: Path, tmp_path: Path, more: list[str]
+) -> None:
+    found = refusal(["engine.device=cuda", *more], tmp_path)
+    assert_clear(str(found), ["engine.device is 'cuda'", "no CUDA device", "engine.device=cpu"])
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a real start left: exit status, output, and files under its working directory."""
+
+    status: int
+    text: str
+    files: list[str]
+
+
+class Shell:
+    """A user at a prompt, in an empty directory and with a home and a /tmp of their own."""
+
+    def __init__(self, home: Path) -> None:
+        self.here = home / "here"
+        self._quiet = [home / "tmp", home / "home"]
+        for path in (self.here, *self._quiet):
+            path.mkdir()
+
+    def launch(
+        self, *typed: str, before: str = "", environment: dict[str, str] | None = None
+    ) -> Said:
+        command = [sys.executable, str(REPO / "launch.py"), *typed]
+        if before:
+            command = ["bash", "-c", f'{before}; exec "$@"', "bash", *command]
+        done = subprocess.run(
+            command,
+            cwd=self.here,
+            env=os.environ
+            | {"TMPDIR": str(self._quiet[0]), "HOME": str(self._quiet[1])}
+            | (environment or {}),
+            capture_output=True,
+            text=True,
+            errors="backslashreplace",
+            timeout=120,
+        )
+        for path in self._quiet:
+            assert list(path.iterdir()) == []
+        files = sorted(str(p.relative_to(self.here)) for p in self.here.rglob("*") if p.is_file())
+        return Said(done.returncode, done.stderr + done.stdout, files)
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    return Shell(tmp_path)
+
+
+RUN_FILES = [
+    *("run/.hydra/config.yaml", "run/.hydra/hydra.yaml", "run/.hydra/overrides.yaml"),
+    *("run/launch.log", "run/report.json"),
+]
+STARTS = [
+    row("region.sizee=1GiB", "foo=1", "region.size=8 gigs", told=["3 problems", "did you mean"]),
+    row("hydra.run.dir=/proc/kvquay/run", told=["hydra.run.dir is '/proc/kvquay", "No such file"]),
+    row(f"hydra.run.dir={HF}/run", told=["hydra.run.dir is '", "Not a directory", "=PATH"]),
+    row("-m", f"hydra.sweep.dir={HF}", told=["hydra.run.dir is '", "hydra.sweep.dir=PATH"]),
+    row("--config-name", "nope", told=["Cannot find primary config 'nope'"]),
+    row("--resolve", told=["--resolve flag can only be used"]),
+]
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("wrong", STARTS, ids=lambda wrong: wrong.name)
+def test_a_start_is_refused_with_status_2_and_leaves_nothing(wrong: Row, shell: Shell) -> None:
+    said = shell.launch(*wrong.typed)
+    assert said.status == 2
+    assert_clear(said.text.rstrip("\n"), wrong.told)
+    assert said.files == []
+
+
+@pytest.mark.multiproc
+def test_what_is_found_late_stands_in_the_report_of_the_run(shell: Shell) -> None:
+    said = shell.launch("hydra.run.dir=run", "region.size=${nope}")
+    assert said.status == 2
+    assert_clear(
+        said.text.rstrip("\n"), ["region.size", "'nope' not found", "to a key that exists"]
+    )
+    assert said.files == RUN_FILES
+    report = json.loads((shell.here / "run" / "report.json").read_text())
+    assert report["status"] == "invalid_configuration"
+    assert [problem["key"] for problem in report["problems"]] == ["region.size"]
+
+
+@pytest.mark.multiproc
+def test_an_unknown_option_is_told_once(shell: Shell) -> None:
+    said = shell.launch("--nope")
+    assert said.status == 2
+    assert said.text.count("unrecognized arguments: --nope") == 1
+    assert said.files == []
+
+
+@pytest.mark.multiproc
+def test_a_bad_job_of_a_sweep_is_told_and_the_others_are_done(shell: Shell) -> None:
+    typed = ("-m", "action=plan", "hydra.sweep.dir=sweep", "parallel.tensor_parallel_size=3,2")
+    said = shell.launch(*typed)
+    assert said.status == 2
+    assert "parallel.tensor_parallel_size is 3" in said.text
+    assert "Traceback" not in said.text
+    assert "2 jobs, 1 failed" in said.text
+    assert "sweep/1/plan.json" in said.files
+    assert "sweep/0/plan.json" not in said.files
+
+
+@pytest.mark.multiproc
+def test_too_few_open_files_are_found_before_a_process_starts(shell: Shell) -> None:
+    said = shell.launch("hydra.run.dir=run", before="ulimit -n 70")
+    assert said.status == 2
+    assert_clear(said.text.rstrip("\n"), ["4 workers on a node", "the limit is 70", "ulimit -n"])
+    assert said.files == RUN_FILES
+
+
+@pytest.mark.multiproc
+def test_a_traceback_is_shown_to_those_who_ask_for_it(shell: Shell) -> None:
+    typed = ("hydra.run.dir=/proc/kvquay",)
+    said = shell.launch(*typed, environment={"HYDRA_FULL_ERROR": "1"})
+    assert said.status == 2
+    assert "Traceback" in said.text
+    assert "hydra.run.dir is '/proc/kvquay'" in said.text
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("typed", [["--cfg", "job"], ["action=plan", "hydra.run.dir=run"]])
+def test_a_reader_that_has_gone_away_gets_no_traceback(tmp_path: Path, typed: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, str(REPO / "launch.py"), *typed],
+            cwd=tmp_path,
+            env={k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"},
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+    finally:
+        os.close(writer)
+    assert done.stderr == ""
+    assert done.returncode not in (0, 2)
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts a tmpfs with options; only root can."""
+    point = tmp_path / "disk"
+    point.mkdir()
+    done = []
+
+    def mount(options: str) -> Path:
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(point)]
+        made = subprocess.run(command, capture_output=True, text=True)
+        if made.returncode:
+            pytest.skip(f"cannot mount: {made.stderr}")
+        done.append(point)
+        return point
+
+    if os.geteuid() or not shutil.which("mount"):
+        pytest.skip("mounting a file system needs root")
+    yield mount
+    for path in done:
+        subprocess.run(["umount", str(path)], check=True)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("options", "fill", "told"),
+    [
+        ("size=1m", False, ["hydra.run.dir is '", "free, logs and reports want 64 MiB"]),
+        ("size=64k", True, ["hydra.run.dir", "No space left on device", "=PATH"]),
+        ("ro,size=1m", False, ["hydra.run.dir is '", "Read-only file system", "=PATH"]),
+    ],
+)
+def test_a_disk_that_cannot_take_a_run_is_refused(
+    shell: Shell, mounted: Callable[[str], Path], options: str, fill: bool, told: Sequence[str]
+) -> None:
+    disk = mounted(options)
+    if fill:
+        with contextlib.suppress(OSError), open(disk / "full", "wb", 0) as file:
+            while True:
+                file.write(bytes(4096))
+    said = shell.launch("action=plan", f"hydra.run.dir={disk}/run")
+    assert said.status == 2
+    assert_clear(said.text.rstrip("\n"), told)

@@ -1,0 +1,192 @@
+"""Another process that has the same storage open: it is told what to do, and may be killed.
+
+A fresh interpreter, not a fork: threads and connections of the parent do not reach it, and a tier
+is opened there as in any other engine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, Final
+
+from backends.block import BlockKey
+from backends.testing.bench import TierBench
+from backends.testing.harness import Opener
+from backends.testing.rows import RowBuffer, make_context
+from backends.tier.base import Lookup, Outcome
+
+_PR_SET_PDEATHSIG: Final = 1
+_BOOT: Final = (
+    "import sys, pickle; fd = int(sys.argv[1]); sys.path[:] = pickle.loads(bytes.fromhex("
+    "sys.argv[2])); from backends.testing.peer import serve; serve(fd)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSetup:
+    """What the other process opens. `opener` is picklable."""
+
+    opener: Opener
+    rows: int
+    row_bytes: int
+    fingerprint: bytes
+    patience_s: float
+    data_parallel_index: int = 1
+    data_parallel_size: int = 2
+
+
+class PeerFailed(AssertionError):
+    """The other process raised, or ended where it should not have."""
+
+
+class Peer:
+    """A handle on the other process. A context manager: it never outlives the test."""
+
+    def __init__(self, setup: PeerSetup) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, str(theirs.fileno()), pickle.dumps(sys.path).hex()],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        self._connection = Connection(ours.detach())
+        self._patience_s = setup.patience_s
+        self._connection.send(setup)
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.kill()
+
+    def ready(self) -> Peer:
+        """Wait until the tier is open there."""
+        self._answer()
+        return self
+
+    def store(self, keys: Sequence[BlockKey]) -> list[Outcome]:
+        return self._ask("store", tuple(keys))
+
+    def load(self, keys: Sequence[BlockKey]) -> list[Outcome]:
+        return self._ask("load", tuple(keys))
+
+    def lookup(self, keys: Sequence[BlockKey]) -> list[Lookup]:
+        return self._ask("lookup", tuple(keys))
+
+    def counters(self) -> dict[str, int]:
+        return self._ask("counters")
+
+    def close(self) -> None:
+        """Close the tier there in good order, and end."""
+        self._ask("close")
+        self._process.wait(self._patience_s)
+
+    def begin(self, method: str, *arguments: object) -> None:
+        """Start one of the above; `end` waits for its answer."""
+        self._connection.send((method, arguments))
+
+    def end(self) -> Any:
+        return self._answer()
+
+    def begin_storing(self, keys: Sequence[BlockKey], batch: int) -> None:
+        """Store these, batch after batch, and tell of each; ready to be killed on the way.
+
+        Returns when all is prepared and nothing is stored yet.
+        """
+        self._ask("store_batches", tuple(keys), batch)
+
+    def stored(self) -> list[BlockKey]:
+        """Wait for the next batch of `begin_storing`: its keys that are DONE."""
+        done: list[BlockKey] = self._answer()
+        return done
+
+    def kill(self) -> list[BlockKey]:
+        """SIGKILL. Of `begin_storing`: keys that are DONE and that `stored` has not told of."""
+        self._process.kill()
+        self._process.wait()
+        done: list[BlockKey] = []
+        try:
+            while not self._connection.closed and self._connection.poll():
+                kind, value = self._connection.recv()
+                if kind == "error":
+                    raise PeerFailed(value)
+                done += value or ()
+        # The last message may have been cut off in the middle.
+        except (EOFError, OSError, pickle.UnpicklingError):
+            pass
+        self._connection.close()
+        return done
+
+    def _ask(self, method: str, *arguments: object) -> Any:
+        self.begin(method, *arguments)
+        return self._answer()
+
+    def _answer(self) -> Any:
+        # The bench over there loses patience first, and says with what.
+        if not self._connection.poll(2 * self._patience_s + 30):
+            raise PeerFailed("the other process does not answer")
+        try:
+            kind, value = self._connection.recv()
+        except EOFError:
+            code = self._process.wait(self._patience_s)
+            raise PeerFailed(f"the other process ended with exit status {code}") from None
+        if kind == "error":
+            raise PeerFailed(value)
+        return value
+
+
+def serve(fd: int) -> None:
+    """The other process: opens the tier, does what it is told, ends with its parent."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    connection = Connection(fd)
+    try:
+        setup: PeerSetup = connection.recv()
+        rows = RowBuffer(setup.rows, setup.row_bytes, setup.fingerprint)
+        context = make_context(
+            rows,
+            data_parallel_index=setup.data_parallel_index,
+            data_parallel_size=setup.data_parallel_size,
+        )
+        bench = TierBench(setup.opener(context), rows, setup.patience_s)
+        connection.send(("ready", None))
+        while True:
+            method, arguments = connection.recv()
+            if method == "store_batches":
+                _store_batches(connection, bench, *arguments)
+            elif method == "counters":
+                connection.send(("answer", bench.tier.counters()))
+            else:
+                connection.send(("answer", getattr(bench, method)(*arguments)))
+    except (EOFError, BrokenPipeError):
+        os._exit(0)
+    except BaseException as error:
+        connection.send(("error", f"in the other process: {type(error).__name__}: {error}"))
+        raise
+
+
+def _store_batches(
+    connection: Connection, bench: TierBench, keys: Sequence[BlockKey], batch: int
+) -> None:
+    for key in keys:
+        bench.rows.payload(key)
+    connection.send(("ready", None))
+    for begin in range(0, len(keys), batch):
+        some = keys[begin : begin + batch]
+        outcomes = zip(some, bench.store(some), strict=True)
+        connection.send(("answer", [key for key, outcome in outcomes if outcome is Outcome.DONE]))

@@ -1,0 +1,1 @@
+"""The conformance suite's tests, by theme. `backends.testing.TierConformance` is all of them."""

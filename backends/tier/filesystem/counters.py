@@ -1,0 +1,39 @@
+"""Counts by name, from many threads."""
+
+from __future__ import annotations
+
+import threading
+from typing import Final
+
+NAMES: Final = (
+    "stored_bytes",
+    "loaded_bytes",
+    "loaded",
+    "stored",
+    "evicted",
+    "evicted_bytes",
+    "evicted_never_read",
+    "dedup_skips",
+    "probes",
+    "quarantined",
+    "swept",
+    "lookups",
+    "hits",
+    "written_never_read",
+)
+
+
+class Counters:
+    """All counts of one tier since it was opened."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = dict.fromkeys(NAMES, 0)
+
+    def add(self, name: str, count: int = 1) -> None:
+        with self._lock:
+            self._counts[name] += count
+
+    def read(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._counts)

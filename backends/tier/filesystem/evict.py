@@ -1,0 +1,90 @@
+"""Take away what was used least recently, on one path, until there is room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from backends.tier.filesystem import naming
+from backends.tier.filesystem.counters import Counters
+from backends.tier.filesystem.index import Candidate, Index
+from backends.tier.filesystem.spaces import Namespaces
+from backends.tier.filesystem.volume import Room, Volume
+
+_CANDIDATES: Final = 256
+
+
+class Evictor:
+    """One path's. Of all threads and processes, one evicts there at a time."""
+
+    def __init__(
+        self,
+        volume: Volume,
+        index: Index,
+        namespaces: Namespaces,
+        is_loading: Callable[[int], bool],
+        counters: Counters,
+    ) -> None:
+        self._volume = volume
+        self._index = index
+        self._namespaces = namespaces
+        self._is_loading = is_loading
+        self._counters = counters
+        self._candidates: list[Candidate] = []
+
+    def make_room(self, need_bytes: int, before_ns: int) -> Room:
+        """Evict `need_bytes` of what was used before `before_ns`. Raises OSError."""
+        with self._volume.counts.evicting() as alone:
+            if not alone:
+                return Room.LATER
+            freed_bytes = self._evict(need_bytes, before_ns)
+        return Room.MADE if freed_bytes else Room.NONE
+
+    def _evict(self, need_bytes: int, before_ns: int) -> int:
+        freed_bytes = 0
+        skipped: set[int] = set()
+        while freed_bytes < need_bytes:
+            candidate = self._next(skipped)
+            if candidate is None or candidate.used_ns >= before_ns:
+                if candidate is not None:
+                    self._candidates.append(candidate)
+                break
+            if self._is_loading(candidate.block_id):
+                skipped.add(candidate.block_id)
+                continue
+            freed_bytes += self._remove(candidate)
+        return freed_bytes
+
+    def _next(self, skipped: set[int]) -> Candidate | None:
+        """The oldest block that is still as old as when it was named."""
+        while True:
+            while self._candidates:
+                candidate = self._candidates.pop()
+                if self._index.still(candidate) and candidate.block_id not in skipped:
+                    return candidate
+            count = _CANDIDATES + len(skipped)
+            found = self._index.least_recent(self._volume.number, count)
+            self._candidates = [c for c in reversed(found) if c.block_id not in skipped]
+            if not self._candidates:
+                return None
+
+    def _remove(self, candidate: Candidate) -> int:
+        block_id, volume = candidate.block_id, self._volume
+        seen_ns = max(candidate.used_ns, self._index.shown_ns(block_id))
+        removal = volume.remove(
+            self._namespaces[candidate.namespace].leaf(block_id),
+            naming.block_name(candidate.key),
+            naming.shard_of(block_id),
+            seen_ns,
+        )
+        if removal.used_ns is not None:
+            # Another process has used it: it is as recent as that says.
+            self._index.use(block_id, removal.used_ns)
+            return 0
+        never_read = self._index.is_unread(block_id)
+        self._index.remove(block_id, volume.number)
+        if removal.freed_bytes:
+            self._counters.add("evicted")
+            self._counters.add("evicted_bytes", removal.freed_bytes)
+            self._counters.add("evicted_never_read", never_read)
+        return removal.freed_bytes

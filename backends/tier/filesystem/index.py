@@ -1,0 +1,293 @@
+"""What blocks there are, in memory: answers lookups, and knows what was used least recently.
+
+A dictionary from 64-bit ids to places, and one numpy column for each fact, so that a million blocks
+are some 150 MB and can be filled, saved and sorted in bulk. Reading needs no lock; writing does.
+Two keys with one id would share a place, which costs a miss and never a wrong block: files are
+named by the whole key.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from backends.block import BlockKey
+
+_FIRST: Final = 1024
+_HASH_BYTES: Final = 32
+# So many places are entered at a time: the engine's thread is not to wait for longer.
+_CHUNK: Final = 20000
+
+_LIVE: Final = 1
+_WRITTEN: Final = 2  # by this tier, in this run
+_READ: Final = 4
+
+U8 = npt.NDArray[np.uint8]
+
+
+class Columns(NamedTuple):
+    """Facts of many blocks: ids u64, hashes u8 [n, width], lengths u8, groups u32, used_ns i64."""
+
+    ids: npt.NDArray[np.uint64]
+    hashes: U8
+    lengths: U8
+    groups: npt.NDArray[np.uint32]
+    used_ns: npt.NDArray[np.int64]
+
+
+class Candidate(NamedTuple):
+    """A block that may be evicted."""
+
+    place: int
+    block_id: int
+    key: BlockKey
+    namespace: int
+    used_ns: int
+
+
+class Index:
+    """Blocks by id. `namespace` and `volume` are small numbers of the caller's."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._places: dict[int, int] = {}
+        self._free: list[int] = []
+        self._end = 0
+        self._ids = np.zeros(_FIRST, np.uint64)
+        self._hashes = np.zeros((_FIRST, _HASH_BYTES), np.uint8)
+        self._lengths = np.zeros(_FIRST, np.uint8)
+        self._groups = np.zeros(_FIRST, np.uint32)
+        self._used_ns = np.zeros(_FIRST, np.int64)
+        self._shown_ns = np.zeros(_FIRST, np.int64)
+        self._seen = np.zeros(_FIRST, np.uint32)
+        self._namespaces = np.zeros(_FIRST, np.uint16)
+        self._volumes = np.zeros(_FIRST, np.uint8)
+        self._flags = np.zeros(_FIRST, np.uint8)
+        self.generation = 0
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._places
+
+    # One block.
+
+    def volume_of(self, block_id: int) -> int | None:
+        place = self._places.get(block_id)
+        return None if place is None else int(self._volumes[place])
+
+    def use(self, block_id: int, used_ns: int) -> int | None:
+        """Note a use; the block's volume, None if it is not known. Takes no lock."""
+        place = self._places.get(block_id)
+        if place is None:
+            return None
+        self._used_ns[place] = used_ns
+        return int(self._volumes[place])
+
+    def shown_ns(self, block_id: int) -> int:
+        """When others were last shown that it is used; 0 where unknown."""
+        place = self._places.get(block_id)
+        return 0 if place is None else int(self._shown_ns[place])
+
+    def is_unread(self, block_id: int) -> bool:
+        """Whether it was written in this run and has not been loaded in it."""
+        place = self._places.get(block_id)
+        return place is not None and int(self._flags[place]) & (_WRITTEN | _READ) == _WRITTEN
+
+    def loaded(self, block_id: int, shown_ns: int) -> bool:
+        """Note a load; whether it is the first of a block that was written in this run."""
+        with self._lock:
+            place = self._places.get(block_id)
+            if place is None:
+                return False
+            self._shown_ns[place] = shown_ns
+            first = int(self._flags[place]) & (_WRITTEN | _READ) == _WRITTEN
+            self._flags[place] |= _READ
+            return first
+
+    def add(
+        self, block_id: int, key: BlockKey, namespace: int, volume: int, used_ns: int, *,
+        written: bool = False, shown: bool = False,
+    ) -> None:  # fmt: skip
+        """Enter a block, or correct where it is.
+
+        `written`: in this run. `shown`: others see `used_ns` in the file's atime.
+        """
+        with self._lock:
+            place = self._places.get(block_id)
+            if place is None:
+                place = self._take_place()
+                self._enter(place, block_id, key)
+                self._flags[place] = _LIVE
+                self._places[block_id] = place
+            self._namespaces[place] = namespace
+            self._volumes[place] = volume
+            self._used_ns[place] = max(int(self._used_ns[place]), used_ns)
+            self._seen[place] = self.generation
+            if written:
+                self._flags[place] = _LIVE | _WRITTEN
+            if shown:
+                self._shown_ns[place] = used_ns
+
+    def mark_seen(self, block_id: int, volume: int) -> bool:
+        """Note that a scan has found it on this volume; False if it is not known there."""
+        place = self._places.get(block_id)
+        if place is None or self._volumes[place] != volume:
+            return False
+        self._seen[place] = self.generation
+        return True
+
+    def remove(self, block_id: int, volume: int | None = None) -> bool:
+        """Forget a block, if it is on `volume` (None: wherever)."""
+        with self._lock:
+            place = self._places.get(block_id)
+            if place is None or (volume is not None and self._volumes[place] != volume):
+                return False
+            del self._places[block_id]
+            self._flags[place] = 0
+            self._used_ns[place] = 0
+            self._free.append(place)
+            return True
+
+    # Many.
+
+    def add_many(self, columns: Columns, namespace: int, volume: int) -> int:
+        """Enter what a snapshot tells, where it is not known already; how many were new."""
+        added = 0
+        for start in range(0, columns.ids.size, _CHUNK):
+            part = Columns(*(column[start : start + _CHUNK] for column in columns))
+            with self._lock:
+                added += self._add_part(part, namespace, volume)
+        return added
+
+    def _add_part(self, part: Columns, namespace: int, volume: int) -> int:
+        ids = part.ids.tolist()
+        if not self._places.keys().isdisjoint(ids) or len(set(ids)) != len(ids):
+            known = self._places
+            first = {block_id: i for i, block_id in enumerate(ids) if block_id not in known}
+            chosen = np.fromiter(first.values(), np.int64, len(first))
+            part = Columns(*(column[chosen] for column in part))
+            ids = part.ids.tolist()
+        count = len(ids)
+        self._reach(self._end + count)
+        self._widen(part.hashes.shape[1])
+        new = slice(self._end, self._end + count)
+        self._ids[new] = part.ids
+        self._hashes[new] = 0
+        self._hashes[new, : part.hashes.shape[1]] = part.hashes
+        self._lengths[new] = part.lengths
+        self._groups[new] = part.groups
+        self._used_ns[new] = part.used_ns
+        self._shown_ns[new] = part.used_ns
+        self._seen[new] = 0
+        self._namespaces[new] = namespace
+        self._volumes[new] = volume
+        self._flags[new] = _LIVE
+        self._places.update(zip(ids, range(new.start, new.stop), strict=True))
+        self._end += count
+        return count
+
+    def forget_unseen(self, volume: int) -> int:
+        """Forget what neither a scan of this generation nor anybody since has seen there."""
+        end = self._end
+        gone = (
+            (self._flags[:end] & _LIVE != 0)
+            & (self._volumes[:end] == volume)
+            & (self._seen[:end] != self.generation)
+        )
+        return sum(self.remove(block_id, volume) for block_id in self._ids[:end][gone].tolist())
+
+    def forget_volume(self, volume: int) -> int:
+        end = self._end
+        gone = (self._flags[:end] & _LIVE != 0) & (self._volumes[:end] == volume)
+        return sum(self.remove(block_id, volume) for block_id in self._ids[:end][gone].tolist())
+
+    def columns(self, namespace: int, volume: int) -> Columns:
+        """All of one namespace on one volume, copied."""
+        with self._lock:
+            end = self._end
+            chosen = np.flatnonzero(
+                (self._flags[:end] & _LIVE != 0)
+                & (self._volumes[:end] == volume)
+                & (self._namespaces[:end] == namespace)
+            )
+            return Columns(
+                self._ids[chosen],
+                self._hashes[chosen],
+                self._lengths[chosen],
+                self._groups[chosen],
+                self._used_ns[chosen],
+            )
+
+    def least_recent(self, volume: int, count: int) -> list[Candidate]:
+        """The `count` blocks of a volume that were used least recently, the oldest first."""
+        with self._lock:
+            end = self._end
+            used_ns = self._used_ns[:end].copy()
+            here = (self._flags[:end] & _LIVE != 0) & (self._volumes[:end] == volume)
+        places = np.flatnonzero(here)
+        if places.size > count:
+            places = places[np.argpartition(used_ns[places], count)[:count]]
+        places = places[np.argsort(used_ns[places], kind="stable")]
+        with self._lock:
+            return [self._candidate(place) for place in places.tolist()]
+
+    def still(self, candidate: Candidate) -> bool:
+        """Whether a candidate has been neither used nor forgotten since it was named."""
+        return (
+            self._places.get(candidate.block_id) == candidate.place
+            and int(self._used_ns[candidate.place]) == candidate.used_ns
+        )
+
+    def oldest_ns(self) -> int | None:
+        """When the least recent block was used, None if there is none."""
+        end = self._end
+        used_ns = self._used_ns[:end][self._flags[:end] & _LIVE != 0]
+        return int(used_ns.min()) if used_ns.size else None
+
+    # Places.
+
+    def _candidate(self, place: int) -> Candidate:
+        digest = self._hashes[place, : self._lengths[place]].tobytes()
+        key = BlockKey(digest, int(self._groups[place]))
+        block_id, used_ns = int(self._ids[place]), int(self._used_ns[place])
+        return Candidate(place, block_id, key, int(self._namespaces[place]), used_ns)
+
+    def _enter(self, place: int, block_id: int, key: BlockKey) -> None:
+        self._widen(len(key.hash))
+        self._ids[place] = block_id
+        self._hashes[place, : len(key.hash)] = np.frombuffer(key.hash, np.uint8)
+        self._lengths[place] = len(key.hash)
+        self._groups[place] = key.group
+        self._used_ns[place] = 0
+        self._shown_ns[place] = 0
+
+    def _take_place(self) -> int:
+        if self._free:
+            return self._free.pop()
+        self._reach(self._end + 1)
+        self._end += 1
+        return self._end - 1
+
+    def _reach(self, end: int) -> None:
+        size = self._ids.size
+        if end <= size:
+            return
+        more = max(end, size * 2) - size
+        for name in (
+            *("_ids", "_hashes", "_lengths", "_groups", "_used_ns", "_shown_ns", "_seen"),
+            *("_namespaces", "_volumes", "_flags"),
+        ):
+            column = getattr(self, name)
+            grown = np.zeros((more, *column.shape[1:]), column.dtype)
+            setattr(self, name, np.concatenate([column, grown]))
+
+    def _widen(self, width: int) -> None:
+        have = self._hashes.shape[1]
+        if width > have:
+            self._hashes = np.pad(self._hashes, ((0, 0), (0, width - have)))
+

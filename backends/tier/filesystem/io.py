@@ -1,0 +1,210 @@
+"""Every call that the tier makes to the filesystem, behind one protocol so that each can fail.
+
+Names are relative to an open directory and are resolved beneath it without following links, so
+that nothing planted in the tree leads out of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import struct
+from collections.abc import Sequence
+from typing import Final, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+
+DIRECTORY: Final = os.O_PATH | os.O_DIRECTORY
+FILE_MODE: Final = 0o600
+DIRECTORY_MODE: Final = 0o700
+ALIGNMENT_BYTES: Final = 4096
+
+
+class Entry(NamedTuple):
+    """One name of a directory. `is_directory` is False for links."""
+
+    name: str
+    is_directory: bool
+
+
+class Io(Protocol):
+    """What the tier needs of a filesystem. All raise OSError."""
+
+    def open_root(self, path: str) -> int:
+        """An O_PATH descriptor of a directory; links in `path` itself are followed."""
+
+    def open(self, directory: int, name: str, flags: int) -> int: ...
+    def close(self, fd: int) -> None: ...
+    def preadv(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int: ...
+    def pwritev(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int: ...
+    def fallocate(self, fd: int, size: int) -> None: ...
+    def fsync(self, fd: int) -> None: ...
+    def fdatasync(self, fd: int) -> None: ...
+    def fstat(self, fd: int) -> os.stat_result: ...
+    def stat(self, directory: int, name: str) -> os.stat_result:
+        """Of one component directly in `directory`; a link is not followed."""
+
+    def statvfs(self, fd: int) -> os.statvfs_result: ...
+    def utime(self, fd: int, atime_ns: int, mtime_ns: int) -> None: ...
+    def mkdir(self, directory: int, name: str) -> None: ...
+    def rmdir(self, directory: int, name: str) -> None: ...
+    def unlink(self, directory: int, name: str) -> None: ...
+    def publish(self, source: int, name: str, target: int, new_name: str) -> None:
+        """Rename; raises FileExistsError, and changes nothing, if the new name is taken."""
+
+    def replace(self, source: int, name: str, target: int, new_name: str) -> None: ...
+    def scandir(self, directory: int, name: str) -> list[Entry]: ...
+    def lock(self, fd: int, offset: int, *, exclusive: bool) -> bool:
+        """Lock (or release) one byte of an open file description; False if another has it."""
+
+
+class OsIo:
+    """The real one: Linux, no caching, no state but what the kernel was found to support."""
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._syscall = self._libc.syscall
+        self._syscall.restype = ctypes.c_long
+        self._has_openat2 = self._probe_openat2()
+        self._renameat2 = getattr(self._libc, "renameat2", None)
+        self._unlocked = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 1, 0)
+
+    def open_root(self, path: str) -> int:
+        return os.open(path, DIRECTORY | os.O_CLOEXEC)
+
+    def open(self, directory: int, name: str, flags: int) -> int:
+        if self._has_openat2:
+            return self._openat2(directory, name, flags)
+        return _open_by_component(directory, name, flags)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def preadv(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
+        return os.preadv(fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
+        return os.pwritev(fd, buffers, offset)
+
+    def fallocate(self, fd: int, size: int) -> None:
+        os.posix_fallocate(fd, 0, size)
+
+    def fsync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def fdatasync(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+    def fstat(self, fd: int) -> os.stat_result:
+        return os.fstat(fd)
+
+    def stat(self, directory: int, name: str) -> os.stat_result:
+        return os.stat(name, dir_fd=directory, follow_symlinks=False)
+
+    def statvfs(self, fd: int) -> os.statvfs_result:
+        return os.fstatvfs(fd)
+
+    def utime(self, fd: int, atime_ns: int, mtime_ns: int) -> None:
+        os.utime(fd, ns=(atime_ns, mtime_ns))
+
+    def mkdir(self, directory: int, name: str) -> None:
+        os.mkdir(name, DIRECTORY_MODE, dir_fd=directory)
+
+    def rmdir(self, directory: int, name: str) -> None:
+        os.rmdir(name, dir_fd=directory)
+
+    def unlink(self, directory: int, name: str) -> None:
+        os.unlink(name, dir_fd=directory)
+
+    def publish(self, source: int, name: str, target: int, new_name: str) -> None:
+        if self._renameat2 is not None:
+            result = self._renameat2(
+                *(source, os.fsencode(name), target, os.fsencode(new_name), _RENAME_NOREPLACE)
+            )
+            if result == 0:
+                return
+            number = ctypes.get_errno()
+            if number not in (errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP):
+                raise OSError(number, os.strerror(number), new_name)
+        # A network filesystem that cannot rename exclusively can still link exclusively.
+        os.link(name, new_name, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
+        os.unlink(name, dir_fd=source)
+
+    def replace(self, source: int, name: str, target: int, new_name: str) -> None:
+        os.replace(name, new_name, src_dir_fd=source, dst_dir_fd=target)
+
+    def scandir(self, directory: int, name: str) -> list[Entry]:
+        fd = self.open(directory, name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            with os.scandir(fd) as entries:
+                return [Entry(e.name, e.is_dir(follow_symlinks=False)) for e in entries]
+        finally:
+            os.close(fd)
+
+    def lock(self, fd: int, offset: int, *, exclusive: bool) -> bool:
+        kind = fcntl.F_WRLCK if exclusive else fcntl.F_UNLCK
+        # Locks of the open file description, not of the process: two tiers of one process must
+        # exclude each other, and closing some other descriptor of the file must not unlock it.
+        try:
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, offset, 1, 0))
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return False
+            raise
+        return True
+
+    def _openat2(self, directory: int, name: str, flags: int) -> int:
+        creating = flags & os.O_CREAT
+        how = _OPEN_HOW.pack(flags | os.O_CLOEXEC, FILE_MODE if creating else 0, _RESOLVE)
+        while True:
+            fd = self._syscall(
+                ctypes.c_long(_SYS_OPENAT2),
+                ctypes.c_int(directory),
+                ctypes.c_char_p(os.fsencode(name)),
+                ctypes.c_char_p(how),
+                ctypes.c_size_t(_OPEN_HOW.size),
+            )
+            if fd >= 0:
+                return int(fd)
+            number = ctypes.get_errno()
+            # EAGAIN: a rename elsewhere made it impossible to prove that the path stays beneath.
+            if number not in (errno.EAGAIN, errno.EINTR):
+                raise OSError(number, os.strerror(number), name)
+
+    def _probe_openat2(self) -> bool:
+        fd = os.open("/", os.O_PATH | os.O_CLOEXEC)
+        try:
+            os.close(self._openat2(fd, ".", DIRECTORY))
+        except OSError:
+            return False
+        finally:
+            os.close(fd)
+        return True
+
+
+def _open_by_component(directory: int, name: str, flags: int) -> int:
+    """What openat2 does, for kernels and sandboxes that lack it."""
+    *parents, last = name.split("/")
+    at = directory
+    try:
+        for parent in parents:
+            below = os.open(parent, DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
+            if at != directory:
+                os.close(at)
+            at = below
+        return os.open(last, flags | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE, dir_fd=at)
+    finally:
+        if at != directory:
+            os.close(at)
+
+
+_SYS_OPENAT2: Final = 437  # one number on every architecture
+_OPEN_HOW: Final = struct.Struct("=QQQ")
+_RESOLVE: Final = 0x04 | 0x08  # RESOLVE_NO_SYMLINKS | RESOLVE_BENEATH
+_RENAME_NOREPLACE: Final = 1
+_FLOCK: Final = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux

@@ -1,0 +1,447 @@
+"""What all processes together have on one path, and who is about to write what.
+
+One small file, read and written with pread and pwrite under locks on its bytes. It is not mapped:
+a disk that fails under a mapping is a SIGBUS, and must be an error here.
+
+    offset     size     content
+    0          4096     magic, format version
+    4096       257*16   bytes and blocks of each shard, the last one being the quarantine;
+                        -1 blocks: not counted yet
+    12288      128*64   writers: host, pid, start time, nonce, bytes reserved, heartbeat
+    20480      128*4096 claims of each writer: ids of blocks that it is writing or will at once
+
+Every step errs on the side of counting too much. Space is reserved before a file is begun; a file
+gets its name, and its shard its new count, under the shard's lock; only then the reservation ends.
+A killed process leaves its reservation, which goes on counting until its shards have been counted
+again under their locks. So the sum never falls below what is there, whoever dies when.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from backends.tier.filesystem.io import Bytes, Io
+from backends.tier.filesystem.naming import LEDGER, SHARDS
+from backends.tier.filesystem.writer import Writer
+
+QUARANTINE_SHARD: Final = SHARDS
+COUNTS: Final = SHARDS + 1
+WRITERS_MAX: Final = 128
+CLAIMS_MAX: Final = 512
+_MAGIC: Final = b"KVQUSAGE"
+_VERSION: Final = 1
+_COUNTS_AT: Final = 4096
+_WRITERS_AT: Final = 12288
+_CLAIMS_AT: Final = 20480
+_SIZE: Final = _CLAIMS_AT + WRITERS_MAX * CLAIMS_MAX * 8
+_WRITER = np.dtype(
+    [
+        ("host", "<u8"),
+        ("pid", "<u4"),
+        ("used", "<u4"),
+        ("start_time", "<u8"),
+        ("nonce", "<u8"),
+        ("bytes", "<i8"),
+        ("heartbeat", "<u8"),
+        ("spare", "<u8", (2,)),
+    ]
+)
+# Locked bytes. Shard s is byte _SHARD_LOCK + s.
+_TABLE_LOCK: Final = 0
+_SHARD_LOCK: Final = 1
+_EVICT_LOCK: Final = _SHARD_LOCK + COUNTS
+_LOCKS: Final = _EVICT_LOCK + 1
+# Longer than any step under a lock takes; a holder that was stopped must not stop the others.
+LOCK_TIMEOUT_S: Final = 2.0
+_FOREIGN_SILENCE_S: Final = 60.0
+_LIVENESS_AGE_S: Final = 0.05
+
+
+class Totals(NamedTuple):
+    """`bytes` and `blocks` stand under their names; `reserved_bytes` are being written.
+
+    `counted` is False where some of it has never been counted.
+    """
+
+    bytes: int
+    blocks: int
+    reserved_bytes: int
+    counted: bool
+
+    @property
+    def all_bytes(self) -> int:
+        return self.bytes + self.reserved_bytes
+
+
+class Ledger:
+    """One path's ledger, as one writer sees it. Threads may share it."""
+
+    def __init__(self, io: Io, root: int, temporary: int, writer: Writer) -> None:
+        """`root` and `temporary` are directories; a new file is made in the latter."""
+        self._io = io
+        self._root = root
+        self._temporary = temporary
+        self._writer = writer
+        self._mutexes = [threading.Lock() for _ in range(_LOCKS)]
+        self._state = threading.Lock()
+        self._opening = threading.Lock()
+        self._fd = -1
+        self._slot = -1
+        self._reserved_bytes = 0
+        self._claims = np.zeros(CLAIMS_MAX, dtype="<u8")
+        self._claim_places: dict[int, int] = {}
+        self._free_places = list(range(CLAIMS_MAX))
+        self._claims_lock = threading.Lock()
+        self._beats: dict[int, tuple[int, float]] = {}
+        self._liveness: dict[Writer, tuple[bool, float]] = {}
+        self.cached = Totals(0, 0, 0, False)
+
+    # Opening and closing.
+
+    def ensure(self) -> None:
+        """Open or make the file and take a place in it, again where it was removed; OSError."""
+        if not self._is_there():
+            with self._opening:
+                if not self._is_there():
+                    self._open()
+
+    def _is_there(self) -> bool:
+        return self._slot >= 0 and self._io.fstat(self._fd).st_nlink > 0
+
+    def _open(self) -> None:
+        fd = self._open_file()
+        if self._fd < 0:
+            self._fd = fd
+        else:
+            # The number stays valid for threads that are using it.
+            os.dup2(fd, self._fd, inheritable=False)
+            self._io.close(fd)
+        self._take_slot()
+        self.totals()
+
+    def close(self) -> None:
+        if self._fd < 0:
+            return
+        with contextlib.suppress(OSError):
+            self._write_slot(clear=True)
+        self._io.close(self._fd)
+        self._fd = self._slot = -1
+
+    # Counting.
+
+    @contextlib.contextmanager
+    def shard(self, shard: int) -> Iterator[None]:
+        """Hold a shard: names in it may be added and removed, and its count changed."""
+        with self._locked(_SHARD_LOCK + shard):
+            yield
+
+    def add(self, shard: int, nbytes: int, blocks: int) -> None:
+        """Change the count of a shard that is held."""
+        with self._state:
+            row = self._read(_COUNTS_AT + shard * 16, 16).view("<i8")
+            if row[1] >= 0:
+                row[0] = max(0, int(row[0]) + nbytes)
+                row[1] = max(0, int(row[1]) + blocks)
+                self._write(_COUNTS_AT + shard * 16, row.view(np.uint8))
+                self._note(nbytes, blocks, shard)
+
+    def set_count(self, shard: int, nbytes: int, blocks: int) -> None:
+        """Set the count of a shard that is held to what stands there."""
+        with self._state:
+            old = np.maximum(self._read(_COUNTS_AT + shard * 16, 16).view("<i8"), 0)
+            row = np.array([nbytes, blocks], dtype="<i8")
+            self._write(_COUNTS_AT + shard * 16, row.view(np.uint8))
+            self._note(nbytes - int(old[0]), blocks - int(old[1]), shard)
+
+    def _note(self, nbytes: int, blocks: int, shard: int) -> None:
+        old, more = self.cached, 0 if shard == QUARANTINE_SHARD else blocks
+        self.cached = old._replace(bytes=old.bytes + nbytes, blocks=old.blocks + more)
+
+    def counts(self) -> npt.NDArray[np.int64]:
+        """Bytes and blocks of every shard, int64 [257, 2]."""
+        return self._read(_COUNTS_AT, COUNTS * 16).view("<i8").reshape(COUNTS, 2).astype(np.int64)
+
+    def totals(self) -> Totals:
+        with self._state:
+            counts = self.counts()
+            writers = self._writers()
+            reserved = int(writers["bytes"][writers["used"] == 1].sum())
+            counted = bool((counts[:, 1] >= 0).all())
+            known = np.maximum(counts, 0)
+            self.cached = Totals(
+                int(known[:, 0].sum()), int(known[:SHARDS, 1].sum()), reserved, counted
+            )
+            return self.cached
+
+    # Reserving.
+
+    def reserve(self, nbytes: int, limit: Callable[[Totals], int]) -> int:
+        """Reserve space for one block; the bytes by which it does not fit, 0 if it does.
+
+        `limit` gives the most bytes that there may be, from what there is. Raises OSError.
+        """
+        self.ensure()
+        with self._locked(_TABLE_LOCK):
+            totals = self.totals()
+            short = totals.all_bytes + nbytes - limit(totals)
+            if short > 0:
+                return short
+            with self._state:
+                self._reserved_bytes += nbytes
+                try:
+                    self._write_slot()
+                except OSError:
+                    self._reserved_bytes -= nbytes
+                    raise
+            return 0
+
+    def release(self, nbytes: int) -> None:
+        """End a reservation: its file has been counted, or is gone."""
+        with self._state:
+            self._reserved_bytes -= nbytes
+            # If it cannot be written now, the next change or heartbeat writes it.
+            with contextlib.suppress(OSError):
+                self._write_slot()
+
+    # Claims.
+
+    def claim(self, ids: Iterable[int]) -> None:
+        """Tell others that these blocks are being written; as many as there is room for."""
+        with self._claims_lock:
+            for block_id in ids:
+                if self._free_places and block_id not in self._claim_places:
+                    place = self._free_places.pop()
+                    self._claim_places[block_id] = place
+                    self._claims[place] = block_id
+            self._write_claims()
+
+    def unclaim(self, ids: Iterable[int]) -> None:
+        with self._claims_lock:
+            changed = False
+            for block_id in ids:
+                place = self._claim_places.pop(block_id, None)
+                if place is not None:
+                    self._claims[place] = 0
+                    self._free_places.append(place)
+                    changed = True
+            if changed:
+                self._write_claims()
+
+    def claimed_elsewhere(self) -> set[int]:
+        """Ids that other living writers have claimed. Raises OSError."""
+        writers = self._writers()
+        found: set[int] = set()
+        for slot in np.flatnonzero(writers["used"] == 1).tolist():
+            if slot != self._slot and self._lives(slot, writers[slot]):
+                claims = self._read(_CLAIMS_AT + slot * CLAIMS_MAX * 8, CLAIMS_MAX * 8).view("<u8")
+                found.update(claims[claims != 0].tolist())
+        return found
+
+    def _write_claims(self) -> None:
+        if self._slot >= 0:
+            at = _CLAIMS_AT + self._slot * CLAIMS_MAX * 8
+            self._write(at, self._claims.view(np.uint8))
+
+    # Other writers.
+
+    def beat(self) -> None:
+        """Show writers on other machines that this one lives, and that our place is still ours."""
+        self.ensure()
+        with self._locked(_TABLE_LOCK):
+            writers = self._writers()
+            if int(writers["nonce"][self._slot]) != self._writer.nonce:
+                self._take_slot_locked()
+            with self._state:
+                self._write_slot()
+
+    def dead_writers(self) -> list[tuple[Writer, int]]:
+        """Writers that ended without closing, with the bytes that they had reserved."""
+        writers = self._writers()
+        return [
+            (_writer_of(writers[slot]), int(writers[slot]["bytes"]))
+            for slot in np.flatnonzero(writers["used"] == 1).tolist()
+            if slot != self._slot and not self._lives(slot, writers[slot])
+        ]
+
+    def forget(self, dead: Writer) -> None:
+        """Drop a dead writer's place: whatever it left has been counted."""
+        with self._locked(_TABLE_LOCK):
+            for slot, found in enumerate(self._writers()):
+                if found["used"] == 1 and _writer_of(found) == dead:
+                    self._clear_slot(slot)
+
+    @contextlib.contextmanager
+    def evicting(self) -> Iterator[bool]:
+        """Whether this thread is the one, of all processes, that evicts here now."""
+        mutex = self._mutexes[_EVICT_LOCK]
+        if not mutex.acquire(blocking=False):
+            yield False
+            return
+        try:
+            if not self._io.lock(self._fd, _EVICT_LOCK, exclusive=True):
+                yield False
+                return
+            try:
+                yield True
+            finally:
+                self._unlock(_EVICT_LOCK)
+        finally:
+            mutex.release()
+
+    def _lives(self, slot: int, found: np.void) -> bool:
+        writer = _writer_of(found)
+        now = time.monotonic()
+        known = self._liveness.get(writer)
+        if known is not None and now - known[1] < _LIVENESS_AGE_S:
+            return known[0]
+        alive = writer.alive(self._writer.host)
+        if alive is None:
+            beat = int(found["heartbeat"])
+            seen = self._beats.get(slot)
+            if seen is None or seen[0] != beat:
+                self._beats[slot] = seen = (beat, now)
+            # By our own clock since its heartbeat last changed: clocks of machines differ.
+            alive = now - seen[1] < _FOREIGN_SILENCE_S
+        self._liveness[writer] = (alive, now)
+        return alive
+
+    # The file.
+
+    def _open_file(self) -> int:
+        flags = os.O_RDWR
+        try:
+            fd = self._io.open(self._root, LEDGER, flags)
+        except FileNotFoundError:
+            return self._make_file()
+        try:
+            header = np.zeros(16, dtype=np.uint8)
+            if self._io.preadv(fd, [header], 0) == 16 and header.tobytes() == _file_header():
+                if self._io.fstat(fd).st_size == _SIZE:
+                    return fd
+        except BaseException:
+            self._io.close(fd)
+            raise
+        # Damaged, or of another version: everything is counted anew.
+        self._io.close(fd)
+        with contextlib.suppress(FileNotFoundError):
+            self._io.unlink(self._root, LEDGER)
+        return self._make_file()
+
+    def _make_file(self) -> int:
+        # This writer alone makes one at a time, so the name is free but for a failed attempt's rest.
+        with contextlib.suppress(FileNotFoundError):
+            self._io.unlink(self._temporary, LEDGER)
+        fd = self._io.open(self._temporary, LEDGER, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        try:
+            # All of it now: later there may be no room for a page in the middle.
+            self._io.fallocate(fd, _SIZE)
+            self._write_at(fd, 0, np.frombuffer(_file_header(), dtype=np.uint8).copy())
+            counts = np.zeros((COUNTS, 2), dtype="<i8")
+            counts[:, 1] = -1
+            self._write_at(fd, _COUNTS_AT, counts.reshape(-1).view(np.uint8))
+            self._io.publish(self._temporary, LEDGER, self._root, LEDGER)
+        except FileExistsError:
+            self._io.close(fd)
+            self._io.unlink(self._temporary, LEDGER)
+            return self._io.open(self._root, LEDGER, os.O_RDWR)
+        except BaseException:
+            self._io.close(fd)
+            with contextlib.suppress(OSError):
+                self._io.unlink(self._temporary, LEDGER)
+            raise
+        return fd
+
+    def _take_slot(self) -> None:
+        with self._locked(_TABLE_LOCK):
+            self._take_slot_locked()
+
+    def _take_slot_locked(self) -> None:
+        writers = self._writers()
+        free = np.flatnonzero(writers["used"] == 0).tolist()
+        if not free:
+            # A dead writer that had reserved nothing leaves nothing to be counted.
+            free = [
+                slot
+                for slot in range(WRITERS_MAX)
+                if writers[slot]["bytes"] == 0 and not self._lives(slot, writers[slot])
+            ]
+        if not free:
+            text = f"{WRITERS_MAX} tiers use this path already"
+            raise OSError(errno.EUSERS, text, LEDGER)
+        self._clear_slot(free[0])
+        self._slot = free[0]
+        with self._state:
+            self._write_slot()
+        with self._claims_lock:
+            self._write_claims()
+
+    def _clear_slot(self, slot: int) -> None:
+        self._write(_CLAIMS_AT + slot * CLAIMS_MAX * 8, np.zeros(CLAIMS_MAX * 8, dtype=np.uint8))
+        self._write(_WRITERS_AT + slot * 64, np.zeros(64, dtype=np.uint8))
+
+    def _write_slot(self, *, clear: bool = False) -> None:
+        if self._slot < 0:
+            return
+        row = np.zeros(1, dtype=_WRITER)
+        if not clear:
+            writer = self._writer
+            row[0] = (
+                *(writer.host, writer.pid, 1, writer.start_time, writer.nonce),
+                *(self._reserved_bytes, time.time_ns(), (0, 0)),
+            )
+        self._write(_WRITERS_AT + self._slot * 64, row.view(np.uint8))
+
+    def _writers(self) -> npt.NDArray[np.void]:
+        return self._read(_WRITERS_AT, WRITERS_MAX * 64).view(_WRITER)
+
+    def _read(self, offset: int, nbytes: int) -> Bytes:
+        data = np.zeros(nbytes, dtype=np.uint8)
+        if self._io.preadv(self._fd, [data], offset) != nbytes:
+            raise OSError(errno.EIO, "the ledger is shorter than it must be", LEDGER)
+        return data
+
+    def _write(self, offset: int, data: Bytes) -> None:
+        self._write_at(self._fd, offset, data)
+
+    def _write_at(self, fd: int, offset: int, data: Bytes) -> None:
+        if self._io.pwritev(fd, [data], offset) != data.size:
+            raise OSError(errno.EIO, "the ledger was written in part only", LEDGER)
+
+    @contextlib.contextmanager
+    def _locked(self, offset: int) -> Iterator[None]:
+        with self._mutexes[offset]:
+            deadline_s = time.monotonic() + LOCK_TIMEOUT_S
+            pause_s = 0.0001
+            while not self._io.lock(self._fd, offset, exclusive=True):
+                if time.monotonic() > deadline_s:
+                    text = f"another process holds lock {offset} of the ledger"
+                    raise OSError(errno.ETIMEDOUT, text, LEDGER)
+                time.sleep(pause_s)
+                pause_s = min(pause_s * 2, 0.01)
+            try:
+                yield
+            finally:
+                self._unlock(offset)
+
+    def _unlock(self, offset: int) -> None:
+        with contextlib.suppress(OSError):
+            self._io.lock(self._fd, offset, exclusive=False)
+
+
+def _file_header() -> bytes:
+    return _MAGIC + _VERSION.to_bytes(4, "little") + bytes(4)
+
+
+def _writer_of(found: np.void) -> Writer:
+    return Writer(
+        int(found["host"]), int(found["pid"]), int(found["start_time"]), int(found["nonce"])
+    )

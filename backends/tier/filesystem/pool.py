@@ -1,0 +1,85 @@
+"""The I/O threads of one path and the two queues before them: loads go first.
+
+So that a load finds a thread even where stores take long, some threads never store.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from backends.tier.filesystem.jobs import Task
+
+
+class Pool:
+    """`threads` threads that run tasks; at most `store_threads` of them store at a time."""
+
+    def __init__(self, name: str, threads: int, run: Callable[[Task], None]) -> None:
+        self.store_threads = max(1, threads - (threads + 3) // 4)
+        self._run = run
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._loads: deque[Task] = deque()
+        self._stores: deque[Task] = deque()
+        self._storing = 0
+        self._stopped = False
+        self._since_s: dict[int, float] = {}
+        self._threads = [
+            threading.Thread(target=self._serve, args=(i,), name=f"{name}-{i}", daemon=True)
+            for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def add(self, tasks: Iterable[Task], *, loads: bool) -> None:
+        with self._lock:
+            before = len(self._loads) + len(self._stores)
+            (self._loads if loads else self._stores).extend(tasks)
+            self._work.notify(len(self._loads) + len(self._stores) - before)
+
+    def busy_for_s(self) -> float:
+        """How long the call that has been under way longest has taken so far. Takes no lock."""
+        oldest_s = min(list(self._since_s.values()), default=None)
+        return 0.0 if oldest_s is None else time.monotonic() - oldest_s
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stopped = True
+            self._work.notify_all()
+
+    def join(self, end_s: float) -> bool:
+        """Wait for the threads until `end_s`, on the clock of `time.monotonic`."""
+        for thread in self._threads:
+            thread.join(max(0.0, end_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _serve(self, number: int) -> None:
+        while True:
+            with self._lock:
+                task, storing = self._next()
+                if task is None:
+                    return
+                self._storing += storing
+                self._since_s[number] = time.monotonic()
+            try:
+                self._run(task)
+            finally:
+                with self._lock:
+                    del self._since_s[number]
+                    self._storing -= storing
+                    if storing and self._stores:
+                        self._work.notify()
+                # A queue's row must not stay alive in a thread that waits for the next.
+                task = None
+
+    def _next(self) -> tuple[Task | None, int]:
+        while True:
+            if self._loads:
+                return self._loads.popleft(), 0
+            if self._stores and self._storing < self.store_threads:
+                return self._stores.popleft(), 1
+            if self._stopped:
+                return None, 0
+            self._work.wait()

@@ -1,0 +1,134 @@
+"""Go through everything on a path: enter it into the index, and count it for the ledger.
+
+Slow and in the background. It goes shard by shard, so that counting holds up writers of one shard,
+for as long as its directories take, and only where the ledger turned out to be wrong.
+"""
+
+from __future__ import annotations
+
+import stat
+import time
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from backends.tier.filesystem import naming
+from backends.tier.filesystem.index import Index
+from backends.tier.filesystem.io import DIRECTORY, Io
+from backends.tier.filesystem.ledger import QUARANTINE_SHARD
+from backends.tier.filesystem.spaces import Namespaces
+from backends.tier.filesystem.volume import Volume
+
+# Between shards, so that a scan of millions leaves the interpreter to the engine.
+_PAUSE_S: Final = 0.001
+
+
+class Count(NamedTuple):
+    """What a shard holds."""
+
+    bytes: int
+    blocks: int
+
+
+class Scanner:
+    """Of one path. `row_bytes` is the size of the tier's own blocks."""
+
+    def __init__(
+        self, io: Io, volume: Volume, index: Index, namespaces: Namespaces, row_bytes: int,
+        stopped: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        self._io = io
+        self._volume = volume
+        self._index = index
+        self._namespaces = namespaces
+        self._row_bytes = row_bytes
+        self._stopped = stopped
+
+    def scan(self) -> bool:
+        """All of it; False if it was stopped. Raises OSError."""
+        names = self._namespace_names()
+        self.count_quarantine()
+        for shard in range(naming.SHARDS):
+            if self._stopped():
+                return False
+            self.count(shard, names)
+            time.sleep(_PAUSE_S)
+        return True
+
+    def count(self, shard: int, names: list[str] | None = None) -> None:
+        """Enter one shard into the index and make the ledger agree with it. Raises OSError."""
+        if names is None:
+            names = self._namespace_names()
+        ledger = self._volume.counts
+        before = ledger.counts()[shard]
+        found = self._walk(shard, names)
+        # Nobody has changed the shard meanwhile, and it is as the ledger says: no need to hold it.
+        if np.array_equal(before, found) and np.array_equal(ledger.counts()[shard], before):
+            return
+        with ledger.shard(shard):
+            found = self._walk(shard, names)
+            ledger.set_count(shard, found.bytes, found.blocks)
+
+    def count_quarantine(self) -> None:
+        with self._volume.counts.shard(QUARANTINE_SHARD):
+            self._volume.trim_quarantine()
+
+    def _namespace_names(self) -> list[str]:
+        entries = self._io.scandir(self._volume.root, ".")
+        return [e.name for e in entries if e.is_directory and naming.is_namespace(e.name)]
+
+    def _walk(self, shard: int, names: list[str]) -> Count:
+        nbytes = blocks = 0
+        for name in names:
+            number = self._namespaces.number(name)
+            for leaf, files in self._leaves(f"{name}/{shard:02x}"):
+                size = self._enter(number, leaf, files)
+                nbytes, blocks = nbytes + size.bytes, blocks + size.blocks
+        return Count(nbytes, blocks)
+
+    def _leaves(self, path: str) -> Iterator[tuple[str, list[str]]]:
+        try:
+            entries = self._io.scandir(self._volume.root, path)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        for entry in entries:
+            if entry.is_directory and naming.is_fanout(entry.name):
+                leaf = f"{path}/{entry.name}"
+                try:
+                    files = self._io.scandir(self._volume.root, leaf)
+                except FileNotFoundError:
+                    continue
+                yield leaf, [file.name for file in files if not file.is_directory]
+
+    def _enter(self, namespace: int, leaf: str, files: list[str]) -> Count:
+        """Enter a directory's blocks. Those of ours that the index has are not looked at again."""
+        space, volume = self._namespaces[namespace], self._volume.number
+        nbytes = blocks = 0
+        unknown = []
+        for file in files:
+            key = naming.parse_block_name(file)
+            if key is None:
+                continue
+            block_id = space.block_id(key)
+            if space.leaf(block_id) != leaf:
+                continue
+            if namespace == 0 and self._index.mark_seen(block_id, volume):
+                nbytes, blocks = nbytes + self._row_bytes, blocks + 1
+            else:
+                unknown.append((file, key, block_id))
+        if unknown:
+            directory = self._io.open(self._volume.root, leaf, DIRECTORY)
+            try:
+                for file, key, block_id in unknown:
+                    try:
+                        found = self._io.stat(directory, file)
+                    except FileNotFoundError:
+                        continue
+                    if stat.S_ISREG(found.st_mode):
+                        nbytes, blocks = nbytes + found.st_size, blocks + 1
+                        used_ns = found.st_atime_ns
+                        self._index.add(block_id, key, namespace, volume, used_ns, shown=True)
+            finally:
+                self._io.close(directory)
+        return Count(nbytes, blocks)
