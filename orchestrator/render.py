@@ -54,10 +54,10 @@ def print_plan(console: Console, plan: Plan) -> None:
     nodes = sorted({node for node in plan.region.numa_nodes if node is not None})
     _line(
         console,
-        f"asked of the region: {asked.backing}, prefault {'on' if asked.prefault else 'off'}, "
+        f"asked: {asked.backing}, prefault {'on' if asked.prefault else 'off'}, "
         f"huge pages {asked.huge_pages}, page-lock {asked.pin}, "
-        f"NUMA nodes {', '.join(map(str, nodes)) or 'any'}"
-        f"{', name kept while it runs' if asked.persist_name else ''}",
+        f"NUMA {', '.join(map(str, nodes)) or 'any'}"
+        f"{', name kept' if asked.persist_name else ''}",
     )
     _line(console, f"device cache: {plan.device_blocks} blocks a rank\n")
     _line(console, "by hand, each replica on its node:")

@@ -76,8 +76,6 @@ class MemoryTier(BlockingTier):
         self._recency: dict[BlockKey, tuple[int, int]] = {}
         self._calls = 0
         super().__init__(context)
-
-        super().__init__(context)
         self._make_room(0)
 
     def submit_store(self, job: Job) -> None:

@@ -81,16 +81,20 @@ class Peer:
         return self
 
     def store(self, keys: Sequence[BlockKey]) -> list[Outcome]:
-        return self._ask("store", tuple(keys))
+        outcomes: list[Outcome] = self._ask("store", tuple(keys))
+        return outcomes
 
     def load(self, keys: Sequence[BlockKey]) -> list[Outcome]:
-        return self._ask("load", tuple(keys))
+        outcomes: list[Outcome] = self._ask("load", tuple(keys))
+        return outcomes
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[Lookup]:
-        return self._ask("lookup", tuple(keys))
+        answers: list[Lookup] = self._ask("lookup", tuple(keys))
+        return answers
 
     def counters(self) -> dict[str, int]:
-        return self._ask("counters")
+        counters: dict[str, int] = self._ask("counters")
+        return counters
 
     def close(self) -> None:
         """Close the tier there in good order, and end."""
