@@ -14,7 +14,8 @@ from __future__ import annotations
 import sys
 
 # Beside this file stands a `copy.py`, which must not be taken for the standard library's.
-sys.path[0] = __file__.rpartition("/benchmarks/")[0] or ".."
+sys.path.pop(0)
+sys.path.insert(0, __file__.rpartition("/benchmarks/")[0] or "..")
 
 import json
 import statistics

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from backends.testing.bench import ContractBroken, TierBench
 from backends.testing.faulty import Fault, FaultKind, FaultyTier
 from backends.testing.harness import Opener, TierHarness
-from backends.testing.memory import MemoryMedium, MemorySettings, MemoryTier
+from backends.testing.memory import MemoryHarness, MemoryMedium, MemorySettings, MemoryTier
 from backends.testing.rows import FINGERPRINT, RowBuffer, make_context, make_keys, stored_block
 from backends.testing.slow import SlowTier
 
@@ -36,6 +36,7 @@ __all__ = [
     "Fault",
     "FaultKind",
     "FaultyTier",
+    "MemoryHarness",
     "MemoryMedium",
     "MemorySettings",
     "MemoryTier",

@@ -10,13 +10,16 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import ClassVar, Final
 
 import numpy as np
 
 from backends.block import BlockKey
+from backends.testing.harness import Opener, TierHarness
 from backends.tier.base import Bytes, Capabilities, Job, TierContext, Usage
 from backends.tier.blocking import BlockingTier
 from backends.tier.settings import Size
@@ -155,3 +158,34 @@ class MemoryTier(BlockingTier):
             del own[victim]
             self._medium.blocks.pop(self._at(victim), None)
             self.forget(victim, evicted=True)
+
+
+class MemoryHarness(TierHarness):
+    """MemoryTiers on one medium; how the conformance suite reaches them, and behind them."""
+
+    capabilities = MemoryTier.capabilities
+    can_stall = True
+    tier_type: ClassVar[type[MemoryTier]] = MemoryTier
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.medium = MemoryMedium()
+
+    def opener(self, capacity_bytes: int | None = None) -> Opener:
+        return partial(self.tier_type, settings=MemorySettings(capacity_bytes), medium=self.medium)
+
+    def raw_list(self) -> Mapping[str, int]:
+        return {f"{at}": len(stored.data) for at, stored in list(self.medium.blocks.items())}
+
+    def raw_read(self, fingerprint: bytes, key: BlockKey) -> bytes | None:
+        stored = self.medium.blocks.get((fingerprint, key))
+        return None if stored is None else stored.data
+
+    def raw_write(self, fingerprint: bytes, key: BlockKey, data: bytes) -> None:
+        self.medium.blocks[fingerprint, key] = StoredBlock(data, time.monotonic())
+
+    def stall(self) -> None:
+        self.medium.stall()
+
+    def resume(self) -> None:
+        self.medium.resume()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -55,7 +56,7 @@ class SlowTier(TierWrapper):
         self._random = random.Random(seed)
         self._pipe_free_s = 0.0
         self._travelling: dict[int, _Travelling] = {}
-        self._inside: dict[int, float] = {}
+        self._inside: dict[int, _Travelling] = {}
         self._results: list[JobResult] = []
         self._asked_s: dict[BlockKey, float] = {}
         self._not_served = {"late": 0, "shed": 0}
@@ -85,7 +86,11 @@ class SlowTier(TierWrapper):
         self._move_on()
         results, self._results = self._results, []
         for result in self.inner.poll():
-            seconds = time.monotonic() - self._inside.pop(result.job_id)
+            item = self._inside.pop(result.job_id)
+            if not item.is_load:
+                # Whoever stored a key need not ask far away whether it is there.
+                self._asked_s.update(dict.fromkeys(item.job.keys, -math.inf))
+            seconds = time.monotonic() - item.began_s
             results.append(dataclasses.replace(result, seconds=seconds))
         return results
 
@@ -134,7 +139,7 @@ class SlowTier(TierWrapper):
             deadline_s = item.job.deadline_s
             if item.arrives_s <= now_s and (deadline_s is None or now_s < deadline_s):
                 del self._travelling[item.job.job_id]
-                self._inside[item.job.job_id] = item.began_s
+                self._inside[item.job.job_id] = item
                 submit = self.inner.submit_load if item.is_load else self.inner.submit_store
                 submit(item.job)
             elif deadline_s is not None and now_s >= deadline_s:

@@ -166,7 +166,8 @@ class BlockingTier(Tier):
                 return
             self._closed = True
             for task in (*self._loads, *self._stores):
-                self._end(task, Outcome.SHED, "the tier was closed")
+                if not task.begun:
+                    self._end(task, Outcome.SHED, "the tier was closed")
             self._loads.clear()
             self._stores.clear()
             self._probes.clear()

@@ -51,6 +51,7 @@ class TorchrunSpawner:
         self._run_dir = RunDir(Path(plan.run.run_dir))
         self._process: subprocess.Popen[bytes] | None = None
         self._temporary = self._run_dir.temporary(plan.run.run_id)
+        self._not_ours: set[int] = set()
         self._buffer = b""
         self.running = {replica.data_parallel_index for replica in plan.replicas}
         self.agents: dict[int, int] = {}
@@ -65,6 +66,7 @@ class TorchrunSpawner:
 
     def _start(self) -> None:
         # A killed zygote leaves agents and workers, which may have to be ended here.
+        self._not_ours = {child.pid for child in psutil.Process().children()}
         adopt_orphans()
         self._run_dir.report.unlink(missing_ok=True)
         for index in self.running:
@@ -110,11 +112,20 @@ class TorchrunSpawner:
         remove_leftovers(self._run_dir, self._plan.run.run_id)
 
     def _is_of_this_run(self, child: psutil.Process) -> bool:
-        """Other children than the zygote's may be ours too, most of all where we are pid 1."""
-        try:
-            return child.environ().get("TMPDIR") == str(self._temporary)
-        except psutil.Error:
+        """Not every child that comes to us is of this run, least of all where we are pid 1.
+
+        A dead one has no environment to tell by. Whoever it belonged to, it only waits to be
+        reaped; and its own children, which may be of this run, have come to us before.
+        """
+        if child.pid in self._not_ours:
             return False
+        try:
+            status, environment = child.status(), child.environ()
+        except psutil.AccessDenied:
+            return False
+        except psutil.NoSuchProcess:
+            return True
+        return status == psutil.STATUS_ZOMBIE or environment.get("TMPDIR") == str(self._temporary)
 
     def poll(self, timeout_s: float) -> list[tuple[int, int]]:
         """Replicas whose agent ended since the last call, with its exit code (-n: signal n)."""

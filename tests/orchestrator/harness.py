@@ -119,6 +119,15 @@ class Launch:
         zygote = self.zygote()
         return [] if zygote is None else _children(zygote)
 
+    def spawned(self) -> list[int]:
+        """Workers that were started as fresh processes, whatever they are doing."""
+        found = []
+        for pid in [child for agent in self.agents() for child in _children(agent)]:
+            with contextlib.suppress(OSError):
+                if "multiprocessing.spawn" in _process(pid).command:
+                    found.append(pid)
+        return found
+
     def agent(self, replica: int) -> int:
         """The pid of a replica's agent, once its first worker has told its own."""
         worker = self.worker(replica, 0)

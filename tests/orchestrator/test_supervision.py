@@ -122,6 +122,18 @@ def test_a_killed_launcher_leaves_nothing(home: Path, moment: str, backing: str)
         launch.assert_gone(since_s)
 
 
+@pytest.mark.parametrize("victim", ["parent", "zygote", "agent"])
+@ahead
+def test_workers_that_still_import_torch_are_ended_as_well(home: Path, victim: str) -> None:
+    """Started afresh and not forked, they have not yet asked to die with their agent."""
+    with launched(home, "parallel=dp1_tp2", "spawn.start_method=spawn") as launch:
+        launch.wait("the spawned workers", lambda: len(launch.spawned()) == 2)
+        pid = {"parent": launch.popen.pid, "zygote": launch.zygote(), "agent": launch.agents()[0]}
+        since_s = time.monotonic()
+        os.kill(pid[victim] or 0, signal.SIGKILL)
+        launch.assert_gone(since_s)
+
+
 @pytest.mark.parametrize("seed", range(6))
 @ahead
 def test_nothing_is_left_whatever_happens_at_whatever_moment(home: Path, seed: int) -> None:

@@ -37,6 +37,15 @@ class Columns(NamedTuple):
     groups: npt.NDArray[np.uint32]
     used_ns: npt.NDArray[np.int64]
 
+    def part(self, chosen: slice | npt.NDArray[np.int64]) -> Columns:
+        return Columns(
+            self.ids[chosen],
+            self.hashes[chosen],
+            self.lengths[chosen],
+            self.groups[chosen],
+            self.used_ns[chosen],
+        )
+
 
 class Candidate(NamedTuple):
     """A block that may be evicted."""
@@ -159,7 +168,7 @@ class Index:
         """Enter what a snapshot tells, where it is not known already; how many were new."""
         added = 0
         for start in range(0, columns.ids.size, _CHUNK):
-            part = Columns(*(column[start : start + _CHUNK] for column in columns))
+            part = columns.part(slice(start, start + _CHUNK))
             with self._lock:
                 added += self._add_part(part, namespace, volume)
         return added
@@ -170,7 +179,7 @@ class Index:
             known = self._places
             first = {block_id: i for i, block_id in enumerate(ids) if block_id not in known}
             chosen = np.fromiter(first.values(), np.int64, len(first))
-            part = Columns(*(column[chosen] for column in part))
+            part = part.part(chosen)
             ids = part.ids.tolist()
         count = len(ids)
         self._reach(self._end + count)
@@ -215,13 +224,10 @@ class Index:
                 & (self._volumes[:end] == volume)
                 & (self._namespaces[:end] == namespace)
             )
-            return Columns(
-                self._ids[chosen],
-                self._hashes[chosen],
-                self._lengths[chosen],
-                self._groups[chosen],
-                self._used_ns[chosen],
+            everything = Columns(
+                self._ids, self._hashes, self._lengths, self._groups, self._used_ns
             )
+            return everything.part(chosen)
 
     def least_recent(self, volume: int, count: int) -> list[Candidate]:
         """The `count` blocks of a volume that were used least recently, the oldest first."""
@@ -290,4 +296,3 @@ class Index:
         have = self._hashes.shape[1]
         if width > have:
             self._hashes = np.pad(self._hashes, ((0, 0), (0, width - have)))
-

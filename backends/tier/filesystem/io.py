@@ -11,11 +11,13 @@ import errno
 import fcntl
 import os
 import struct
-from collections.abc import Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -40,8 +42,8 @@ class Io(Protocol):
 
     def open(self, directory: int, name: str, flags: int) -> int: ...
     def close(self, fd: int) -> None: ...
-    def preadv(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int: ...
-    def pwritev(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int: ...
+    def preadv(self, fd: int, buffers: list[Bytes], offset: int) -> int: ...
+    def pwritev(self, fd: int, buffers: list[Bytes], offset: int) -> int: ...
     def fallocate(self, fd: int, size: int) -> None: ...
     def fsync(self, fd: int) -> None: ...
     def fdatasync(self, fd: int) -> None: ...
@@ -85,11 +87,11 @@ class OsIo:
     def close(self, fd: int) -> None:
         os.close(fd)
 
-    def preadv(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
-        return os.preadv(fd, buffers, offset)
+    def preadv(self, fd: int, buffers: list[Bytes], offset: int) -> int:
+        return os.preadv(fd, _vector(buffers), offset)
 
-    def pwritev(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
-        return os.pwritev(fd, buffers, offset)
+    def pwritev(self, fd: int, buffers: list[Bytes], offset: int) -> int:
+        return os.pwritev(fd, _vector(buffers), offset)
 
     def fallocate(self, fd: int, size: int) -> None:
         os.posix_fallocate(fd, 0, size)
@@ -185,6 +187,11 @@ class OsIo:
         finally:
             os.close(fd)
         return True
+
+
+def _vector(buffers: list[Bytes]) -> list[Buffer]:
+    # The same list; numpy's arrays have been buffers all along, mypy does not know it of a list.
+    return cast("list[Buffer]", buffers)
 
 
 def _open_by_component(directory: int, name: str, flags: int) -> int:

@@ -272,6 +272,10 @@ class Ledger:
             if slot != self._slot and not self._lives(slot, writers[slot])
         ]
 
+    def knows(self, writer: Writer) -> bool:
+        """Whether a writer has a place here."""
+        return bool((self._writers()["nonce"] == writer.nonce).any())
+
     def forget(self, dead: Writer) -> None:
         """Drop a dead writer's place: whatever it left has been counted."""
         with self._locked(_TABLE_LOCK):
@@ -324,9 +328,9 @@ class Ledger:
             return self._make_file()
         try:
             header = np.zeros(16, dtype=np.uint8)
-            if self._io.preadv(fd, [header], 0) == 16 and header.tobytes() == _file_header():
-                if self._io.fstat(fd).st_size == _SIZE:
-                    return fd
+            whole = self._io.preadv(fd, [header], 0) == 16 and self._io.fstat(fd).st_size == _SIZE
+            if whole and header.tobytes() == _file_header():
+                return fd
         except BaseException:
             self._io.close(fd)
             raise
@@ -337,7 +341,7 @@ class Ledger:
         return self._make_file()
 
     def _make_file(self) -> int:
-        # This writer alone makes one at a time, so the name is free but for a failed attempt's rest.
+        # Only this writer uses the name: what has it is left from an attempt that failed.
         with contextlib.suppress(FileNotFoundError):
             self._io.unlink(self._temporary, LEDGER)
         fd = self._io.open(self._temporary, LEDGER, os.O_RDWR | os.O_CREAT | os.O_EXCL)

@@ -82,7 +82,7 @@ class Prober:
         self, volume: Volume, found: Callable[[int, BlockKey, bool], None],
         useful: Callable[[], bool],
     ) -> None:  # fmt: skip
-        """`found(id, key, there)` is called for each answer; `useful` says whether to ask at all."""
+        """`found(id, key, there)` gets each answer; `useful` says whether to ask at all."""
         self._volume = volume
         self._found = found
         self.useful = useful
@@ -116,12 +116,9 @@ class Prober:
                 if self._stopped:
                     return
                 block_id, key = self._queue.popleft()
-            began_s = time.monotonic()
             try:
                 there = self._volume.holds(key, block_id)
-                self._volume.loads.succeeded(began_s)
             # The disk's fault shows in loads and stores; for now the key is not there.
-            except OSError as error:
-                self._volume.loads.failed(began_s, str(error))
+            except OSError:
                 there = False
             self._found(block_id, key, there)

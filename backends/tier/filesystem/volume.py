@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 
 from backends import block
 from backends.block import BlockKey
+from backends.config import BLOCK_FORMAT_VERSION
 from backends.errors import TierError
 from backends.tier.filesystem import naming
 from backends.tier.filesystem.health import Breaker
@@ -29,13 +30,14 @@ from backends.tier.filesystem.naming import Namespace
 from backends.tier.filesystem.probe import Direct, probe_direct
 from backends.tier.filesystem.settings import FilesystemSettings
 from backends.tier.filesystem.transfer import Scratch, read_row, write_row
-from backends.tier.filesystem.writer import Writer
+from backends.tier.filesystem.writer import Writer, parse_writer
 
 # What open gives for a name that is no regular file: a link, a directory, a socket, a device.
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)
 _LOAD_FAILURES: Final = 3
 _ROOM_TIMEOUT_S: Final = 1.0
 _ROOM_STEP_S: Final = 0.002
+_FOREIGN_AGE_S: Final = 3600.0
 
 
 class NoRoom(Exception):
@@ -154,6 +156,16 @@ class Volume:
                     self._io.close(fd)
         self._root = self._temporary = -1
 
+    def needs_opening(self) -> bool:
+        """Whether it was never opened, or what was opened is gone. Raises OSError."""
+        if not self.is_open:
+            return True
+        return any(self._io.fstat(fd).st_nlink == 0 for fd in (self._root, self._temporary))
+
+    def is_counted(self) -> bool:
+        """Whether stores may begin: what is here has been counted."""
+        return self.ledger is not None and self.ledger.cached.counted
+
     @property
     def is_open(self) -> bool:
         return self._temporary >= 0
@@ -207,7 +219,7 @@ class Volume:
     def _write_manifest(self) -> None:
         found = {
             "fingerprint": self._stored.fingerprint.hex(),
-            "format_version": block.FORMAT_VERSION,
+            "format_version": BLOCK_FORMAT_VERSION,
             "row_bytes": self._stored.row_bytes,
         }
         document = {**found, "made_of": self._stored.manifest}
@@ -218,8 +230,8 @@ class Volume:
                 if old.get("row_bytes") != self._stored.row_bytes:
                     raise TierError(
                         f"{self.path}/{self._namespace.name} holds blocks of "
-                        f"{old.get('row_bytes')} bytes, expected {self._stored.row_bytes}: something "
-                        "that decides a block's size is not in the fingerprint; use another path"
+                        f"{old.get('row_bytes')} bytes, expected {self._stored.row_bytes}: what "
+                        "decides a block's size is not in the fingerprint; use another path"
                     )
                 return
             self.write_file(directory, naming.MANIFEST, data)
@@ -258,6 +270,14 @@ class Volume:
         fd = self._io.open(directory, name, os.O_RDONLY | os.O_NONBLOCK)
         with open(fd, "rb") as file:
             return file.read()
+
+    def write_namespace_file(self, name: str, data: bytes) -> None:
+        with self._directory(self._namespace.name) as directory:
+            self.write_file(directory, name, data)
+
+    def read_namespace_file(self, name: str) -> bytes:
+        with self._directory(self._namespace.name) as directory:
+            return self.read_file(directory, name)
 
     @contextlib.contextmanager
     def _directory(self, name: str) -> Iterator[int]:
@@ -424,7 +444,9 @@ class Volume:
             if self._io.preadv(fd, [page], 0) != page.size:
                 return False
             header = block.read_header(page)
-            if not block.check_row(page, key, self._stored.fingerprint) and found.st_mtime_ns == _file_time_ns(header):
+            if not block.check_row(
+                page, key, self._stored.fingerprint
+            ) and found.st_mtime_ns == _file_time_ns(header):
                 return True
             row = self._rows.get()
             return block.check(row[: read_row(self._io, fd, row)], *self._expected(key)) is None
@@ -575,6 +597,30 @@ class Volume:
 
     # What dead writers left.
 
+    def sweep(self) -> int:
+        """Remove what dead writers were writing; how many files. Raises OSError."""
+        names = [entry.name for entry in self._io.scandir(self._root, naming.WRITERS)]
+        writers = [writer for name in names if (writer := parse_writer(name)) is not None]
+        return sum(self.sweep_writer(writer) for writer in writers if self._is_dead(writer))
+
+    def sweep_writer(self, writer: Writer) -> int:
+        try:
+            count = self._empty_writer(writer.name)
+            with self._directory(naming.WRITERS) as parent:
+                self._io.rmdir(parent, writer.name)
+        except FileNotFoundError:
+            return 0
+        return count
+
+    def _is_dead(self, writer: Writer) -> bool:
+        alive = writer.alive(self._writer.host)
+        if alive is None:
+            # Of another machine: the ledger hears of it, so what it does not know has ended.
+            with self._directory(naming.WRITERS) as parent:
+                age_s = time.time() - self._io.stat(parent, writer.name).st_mtime
+            return age_s > _FOREIGN_AGE_S and not self.counts.knows(writer)
+        return not alive
+
     def _empty_writer(self, name: str) -> int:
         with self._directory(f"{naming.WRITERS}/{name}") as directory:
             entries = self._io.scandir(directory, ".")
@@ -582,6 +628,17 @@ class Volume:
                 with contextlib.suppress(FileNotFoundError):
                     self._io.unlink(directory, entry.name)
         return len(entries)
+
+    # Blocks that have their name but may not be counted; their reservation stands for them.
+
+    def debts(self) -> list[int]:
+        """Shards to be counted, one for each such block."""
+        return list(self._owed)
+
+    def pay(self, shard: int) -> None:
+        """A shard has been counted: the reservation of one block of it ends."""
+        self._owed.remove(shard)
+        self.counts.release(self._stored.row_bytes)
 
 
 def _file_time_ns(header: block.BlockHeader) -> int:

@@ -1,0 +1,165 @@
+"""What has to be done for one path from time to time: one thread, never the engine's.
+
+It opens a path again that has failed, shows others that this writer lives, counts what dead writers
+left and sweeps it, evicts before the path is full, and saves the index.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from backends.errors import TierError
+from backends.tier.filesystem import naming, snapshot
+from backends.tier.filesystem.counters import Counters
+from backends.tier.filesystem.evict import Evictor
+from backends.tier.filesystem.index import Index
+from backends.tier.filesystem.scan import Scanner
+from backends.tier.filesystem.settings import FilesystemSettings
+from backends.tier.filesystem.volume import Room, Volume
+
+_TICK_S: Final = 0.25
+_BEAT_S: Final = 1.0
+_SWEEP_S: Final = 30.0
+_RESCAN_S: Final = 30.0
+
+
+class Keeper:
+    """One path's. `scanned` is set when everything on it is known and counted."""
+
+    def __init__(
+        self,
+        volume: Volume,
+        index: Index,
+        scanner: Scanner,
+        evictor: Evictor,
+        settings: FilesystemSettings,
+        counters: Counters,
+        counted: Callable[[], None],
+    ) -> None:
+        """`counted` is called when stores may begin, because what was there is counted."""
+        self._volume = volume
+        self._index = index
+        self._scanner = scanner
+        self._evictor = evictor
+        self._settings = settings
+        self._counters = counters
+        self._counted = counted
+        self.scanned = threading.Event()
+        self.restored = threading.Event()
+        self._kick = threading.Event()
+        self._stopped = False
+        self._next_beat_s = self._next_sweep_s = self._next_scan_s = 0.0
+        self._next_snapshot_s = time.monotonic() + settings.snapshot_interval_s
+        self._saved = 0
+        name = f"kvquay-fs-keeper-{volume.number}"
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def kick(self) -> None:
+        """There is something to do now."""
+        self._kick.set()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._kick.set()
+
+    def stopped(self) -> bool:
+        return self._stopped
+
+    def join(self, end_s: float) -> bool:
+        self._thread.join(max(0.0, end_s - time.monotonic()))
+        return not self._thread.is_alive()
+
+    def save(self) -> None:
+        """Write a snapshot of what is known of this path. Raises OSError."""
+        columns = self._index.columns(0, self._volume.number)
+        self._volume.write_namespace_file(naming.SNAPSHOT, snapshot.pack(columns))
+
+    def _serve(self) -> None:
+        while not self._stopped:
+            began_s = time.monotonic()
+            try:
+                self._tick(began_s)
+            # It shows in `stores`, whose pause ends in the next attempt. TierError: for good.
+            except (OSError, TierError) as error:
+                self._volume.stores.failed(began_s, f"{self._volume.path}: {error}")
+            self._kick.wait(_TICK_S)
+            self._kick.clear()
+
+    def _tick(self, now_s: float) -> None:
+        volume = self._volume
+        if not volume.stores.closed():
+            return
+        if volume.needs_opening():
+            volume.open(make=False)
+        if now_s >= self._next_beat_s:
+            volume.counts.beat()
+            self._next_beat_s = now_s + _BEAT_S
+        totals = volume.counts.totals()
+        if not self.restored.is_set():
+            self._restore()
+        if now_s >= self._next_sweep_s:
+            self._counters.add("swept", volume.sweep())
+            self._next_sweep_s = now_s + _SWEEP_S
+        self._recount_for_the_dead()
+        if (not self.scanned.is_set() or not totals.counted) and now_s >= self._next_scan_s:
+            self._next_scan_s = now_s + _RESCAN_S
+            self._scan()
+        self._settle_debts()
+        self._evict()
+        if now_s >= self._next_snapshot_s:
+            self._next_snapshot_s = now_s + self._settings.snapshot_interval_s
+            self.save()
+
+    def _restore(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            columns = snapshot.unpack(self._volume.read_namespace_file(naming.SNAPSHOT))
+            if columns is not None:
+                self._index.add_many(columns, 0, self._volume.number)
+        self.restored.set()
+
+    def _scan(self) -> None:
+        self._index.generation += 1
+        if not self._scanner.scan():
+            return
+        self._volume.counts.totals()
+        self._index.forget_unseen(self._volume.number)
+        self.scanned.set()
+        self._counted()
+
+    def _recount_for_the_dead(self) -> None:
+        """A writer that died while it stored has left a reservation, rightly or not."""
+        volume = self._volume
+        for writer, reserved_bytes in volume.counts.dead_writers():
+            self._counters.add("swept", volume.sweep_writer(writer))
+            if reserved_bytes:
+                for shard in range(naming.SHARDS):
+                    self._scanner.count(shard)
+            volume.counts.forget(writer)
+
+    def _settle_debts(self) -> None:
+        for shard in self._volume.debts():
+            self._scanner.count(shard)
+            self._volume.pay(shard)
+
+    def _evict(self) -> None:
+        volume = self._volume
+        totals = volume.counts.cached
+        if not totals.counted:
+            return
+        limit_bytes = volume.limit_bytes(totals)
+        if totals.all_bytes <= self._settings.high_watermark * limit_bytes:
+            return
+        goal_bytes = int(self._settings.low_watermark * limit_bytes)
+        room = Room.MADE
+        while room is Room.MADE and not self._stopped:
+            over_bytes = volume.counts.totals().all_bytes - goal_bytes
+            if over_bytes <= 0:
+                break
+            room = self._evictor.make_room(min(over_bytes, 64 << 20), time.time_ns())

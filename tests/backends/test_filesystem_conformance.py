@@ -1,0 +1,33 @@
+"""The filesystem tier passes the suite that every tier passes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from backends.testing import TierConformance
+from filesystem_kit import FilesystemHarness
+
+
+class TestFilesystem(TierConformance):
+    harness_type = FilesystemHarness
+
+
+class BufferedHarness(FilesystemHarness):
+    changes = {"direct": "off"}
+
+
+class TestFilesystemBuffered(TierConformance):
+    harness_type = BufferedHarness
+    kills = 2
+
+
+class TwoPathsHarness(FilesystemHarness):
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.paths = [directory / "disk", directory / "disk1"]
+
+
+class TestFilesystemOnTwoPaths(TierConformance):
+    harness_type = TwoPathsHarness
+    kills = 2
+    capacity_blocks = 16
