@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from orchestrator import __version__
-from orchestrator.engine.stats import LatencyHistogram
+from backends.histogram import LatencyHistogram
 from orchestrator.plan import Plan, write_atomic
 from orchestrator.problems import Problem
 from orchestrator.rundir import RunDir

@@ -97,7 +97,9 @@ class _Signals:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        before = {signum: signal.signal(signum, self._catch) for signum in SIGNALS}
+        """Catch signals, but for those that we were started to ignore, as `nohup` does."""
+        wanted = [signum for signum in SIGNALS if signal.getsignal(signum) != signal.SIG_IGN]
+        before = {signum: signal.signal(signum, self._catch) for signum in wanted}
         try:
             yield
         finally:

@@ -249,6 +249,11 @@ class Region:
         start = self.spec.slot_offset_in_row(local_rank)
         return self._rows()[:, start : start + self.spec.slot_bytes]
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row, header and padding included."""
+        return self.spec.row_bytes
+
     def row_view(self, row: int) -> Bytes:
         """A whole row, header and padding too: uint8 [row_bytes], page-aligned, writable."""
         self.spec.row_offset(row)

@@ -38,13 +38,17 @@ class Stored(enum.Enum):
 
 
 class _Flight:
-    """A job without a result: its keys, and all that was stored under them since its submit."""
+    """A job without a result: its keys, and all that was stored under them since its submit.
+
+    `shared` are keys that another job was at meanwhile: which of them came first is not known.
+    """
 
     def __init__(self, keys: Sequence[BlockKey], is_load: bool, late: bool) -> None:
         self.keys = tuple(keys)
         self.is_load = is_load
         self.late = late
         self.seen: dict[BlockKey, set[Stored]] = {}
+        self.shared: set[BlockKey] = set()
 
 
 class TierMachine(RuleBasedStateMachine):
@@ -170,6 +174,10 @@ class TierMachine(RuleBasedStateMachine):
             if not is_load:
                 self._widen(key, {Stored.WHOLE})
             flight.seen[key] = set(self.possible[key])
+        for other in self.flights.values():
+            common = set(flight.keys) & set(other.keys)
+            flight.shared |= common
+            other.shared |= common
         deadline_s = time.monotonic() - 1 if late else None
         submit = self.bench.submit_load if is_load else self.bench.submit_store
         self.flights[submit(keys, deadline_s)] = flight
@@ -224,8 +232,8 @@ class TierMachine(RuleBasedStateMachine):
         )
 
     def _settle_on(self, key: BlockKey, flight: _Flight, states: set[Stored]) -> None:
-        """What is possible now; everything that was, while other jobs are at the same key."""
-        if key in self._busy():
+        """What is possible now; also all that was, if another job was at the key meanwhile."""
+        if key in flight.shared:
             states = states | self.possible[key] | flight.seen[key]
         self.possible[key] = set(states)
         self._widen(key, states)

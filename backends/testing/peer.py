@@ -109,14 +109,14 @@ class Peer:
         return self._answer()
 
     def begin_storing(self, keys: Sequence[BlockKey], batch: int) -> None:
-        """Store these, batch after batch, and tell of each; ready to be killed on the way.
+        """Submit these at once, in jobs of `batch`, and tell of each; to be killed on the way.
 
-        Returns when all is prepared and nothing is stored yet.
+        Returns when all is prepared and nothing is submitted yet.
         """
         self._ask("store_batches", tuple(keys), batch)
 
     def stored(self) -> list[BlockKey]:
-        """Wait for the next batch of `begin_storing`: its keys that are DONE."""
+        """Wait for the next job of `begin_storing` that ends: its keys that are DONE."""
         done: list[BlockKey] = self._answer()
         return done
 
@@ -177,6 +177,8 @@ def serve(fd: int) -> None:
                 connection.send(("answer", bench.tier.counters()))
             else:
                 connection.send(("answer", getattr(bench, method)(*arguments)))
+            if method == "close":
+                return
     except (EOFError, BrokenPipeError):
         os._exit(0)
     except BaseException as error:
@@ -187,10 +189,17 @@ def serve(fd: int) -> None:
 def _store_batches(
     connection: Connection, bench: TierBench, keys: Sequence[BlockKey], batch: int
 ) -> None:
-    for key in keys:
-        bench.rows.payload(key)
+    rows = bench.take(len(keys))
+    for row, key in zip(rows, keys, strict=True):
+        bench.rows.fill(row, key)
     connection.send(("ready", None))
+    # All at once: then the tier does nothing but write, and dies writing.
+    waiting = {}
     for begin in range(0, len(keys), batch):
         some = keys[begin : begin + batch]
-        outcomes = zip(some, bench.store(some), strict=True)
-        connection.send(("answer", [key for key, outcome in outcomes if outcome is Outcome.DONE]))
+        waiting[bench.submit_rows(some, rows[begin : begin + batch])] = some
+    while waiting:
+        for result in bench.poll():
+            ended = zip(waiting.pop(result.job_id), result.outcomes, strict=True)
+            done = [key for key, outcome in ended if outcome is Outcome.DONE]
+            connection.send(("answer", done))

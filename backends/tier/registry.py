@@ -13,21 +13,36 @@ what is installed: no import path is taken from one.
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
 import importlib.metadata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from backends.errors import KvquayError, TierError
-from backends.tier.base import Tier, TierContext
 from backends.tier.settings import convert_settings, suggest
 
+if TYPE_CHECKING:
+    # A plan checks tiers' settings, and answers before numpy could be imported.
+    from backends.tier.base import Tier, TierContext
+
 GROUP: Final = "kvquay.tiers"
-BUILTIN: Final[Mapping[str, str]] = {"fs": "backends.tier.filesystem:FilesystemTier"}
 _OURS: Final = "kvquay itself"
+
+
+class Builtin(NamedTuple):
+    """Where a tier of ours stands, as `module:name`; settings can be had without the tier."""
+
+    tier: str
+    settings: str
+
+
+BUILTIN: Final[Mapping[str, Builtin]] = {
+    "fs": Builtin(
+        "backends.tier.filesystem.tier:FilesystemTier",
+        "backends.tier.filesystem.settings:FilesystemSettings",
+    ),
+}
 
 
 class TierFactory(Protocol):
@@ -42,47 +57,54 @@ class TierFactory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TierEntry:
-    """A tier that was found and loaded. `origin` says, for people, who brought it."""
+    """A tier that was found. `origin` says, for people, who brought it."""
 
     name: str
     origin: str
-    factory: TierFactory
+    target: str
+    settings_type: type[Any]
 
     def settings(self, given: Mapping[str, Any], where: str = "") -> Any:
         """What a configuration says of this tier, as its `settings_type`; opens nothing.
 
         Raises SettingsError, with all problems at once.
         """
-        return convert_settings(self.factory.settings_type, given, where)
+        return convert_settings(self.settings_type, given, where)
 
     def open(self, context: TierContext, settings: Any) -> Tier:
         """The tier, ready. Raises TierError, or what else of ours the tier raises."""
-        if not isinstance(settings, self.factory.settings_type):
+        from backends.tier.base import Tier
+
+        if not isinstance(settings, self.settings_type):
             raise TierError(
                 f"tier {self.name!r} was given settings of type {type(settings).__name__}, "
-                f"expected {self.factory.settings_type.__name__}; make them with TierEntry.settings"
+                f"expected {self.settings_type.__name__}; make them with TierEntry.settings"
             )
+        factory = _load(str(self), self.target)
         try:
-            tier = self.factory(context, settings)
+            tier = factory(context, settings)
         except KvquayError:
             raise
         except Exception as error:
-            raise TierError(
-                f"tier {self.name!r} of {self.origin} cannot be opened: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+            raise TierError(f"{self} cannot be opened: {type(error).__name__}: {error}") from error
         if not isinstance(tier, Tier):
             raise TierError(
-                f"tier {self.name!r} of {self.origin} gave a {type(tier).__name__}, expected a "
-                "backends.tier.base.Tier; report it to that distribution"
+                f"{self} gave a {type(tier).__name__}, expected a backends.tier.base.Tier; report "
+                "it to that distribution"
             )
         return tier
+
+    def __str__(self) -> str:
+        return f"tier {self.name!r} of {self.origin} ({self.target})"
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
+    """`settings` None: the factory at `target` has them."""
+
     origin: str
     target: str
+    settings: str | None = None
 
 
 class TierRegistry:
@@ -90,14 +112,14 @@ class TierRegistry:
 
     def __init__(
         self,
-        builtin: Mapping[str, str] = BUILTIN,
+        builtin: Mapping[str, Builtin] = BUILTIN,
         entry_points: Iterable[EntryPoint] | None = None,
     ) -> None:
         """`entry_points` None: those of group `kvquay.tiers` that are installed."""
         if entry_points is None:
             entry_points = importlib.metadata.entry_points(group=GROUP)
         self._sources: dict[str, list[_Source]] = {
-            name: [_Source(_OURS, target)] for name, target in builtin.items()
+            name: [_Source(_OURS, where.tier, where.settings)] for name, where in builtin.items()
         }
         for point in entry_points:
             source = _Source(_distribution(point), point.value)
@@ -110,8 +132,11 @@ class TierRegistry:
         return tuple(sorted(self._sources))
 
     def find(self, name: str) -> TierEntry:
-        """The tier of this name, imported. Raises TierError: no such name, a name that two
-        distributions claim, or one that cannot be loaded."""
+        """The tier of this name. A tier of ours is not imported by that, only its settings are.
+
+        Raises TierError: no such name, a name that two distributions claim, a tier that cannot be
+        imported, or that is none.
+        """
         sources = self._sources.get(name)
         if sources is None:
             raise TierError(
@@ -124,7 +149,23 @@ class TierRegistry:
                 f"the tier name {name!r} is claimed by {claims}; uninstall or rename one of them"
             )
         [source] = sources
-        return TierEntry(name, source.origin, _load(name, source))
+        where = f"tier {name!r} of {source.origin} ({source.target})"
+        if source.settings is not None:
+            kind = _load(where, source.settings)
+        else:
+            factory = _load(where, source.target)
+            kind = getattr(factory, "settings_type", None)
+            if not callable(factory) or not isinstance(kind, type):
+                raise TierError(
+                    f"{where} is not a tier factory: expected something to call, with an attribute "
+                    "settings_type that is a dataclass"
+                )
+        parameters = getattr(kind, "__dataclass_params__", None)
+        if parameters is None or not parameters.frozen:
+            raise TierError(
+                f"{where} has settings_type {kind.__name__}, expected a frozen dataclass"
+            )
+        return TierEntry(name, source.origin, source.target, kind)
 
 
 def _distribution(point: EntryPoint) -> str:
@@ -133,22 +174,11 @@ def _distribution(point: EntryPoint) -> str:
     return f"distribution {point.dist.name} {point.dist.version}"
 
 
-def _load(name: str, source: _Source) -> TierFactory:
-    where = f"tier {name!r} of {source.origin} ({source.target})"
+def _load(where: str, target: str) -> Any:
     try:
-        factory = EntryPoint(name, source.target, GROUP).load()
+        return EntryPoint("", target, GROUP).load()
     # Whatever the import of somebody else's module raises is told, not passed on.
     except Exception as error:
         raise TierError(
             f"{where} cannot be loaded: {type(error).__name__}: {error}; mend or uninstall it"
         ) from error
-    kind = getattr(factory, "settings_type", None)
-    if not callable(factory) or not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
-        raise TierError(
-            f"{where} is not a tier factory: expected something to call, with an attribute "
-            "settings_type that is a dataclass"
-        )
-    if not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-        raise TierError(f"{where} has settings_type {kind.__name__}, expected a frozen dataclass")
-    loaded: TierFactory = factory
-    return loaded

@@ -9,6 +9,7 @@ from typing import Any
 from backends.block import COMPLETE, WRITING, BlockKey, set_state, write_header
 from backends.primary import PrimaryIndex
 from backends.region.region import Region
+from backends.stack import Chunk, TierStack
 from orchestrator.engine.device_cache import DeviceCache
 from orchestrator.engine.runner import WorkerRunner
 from orchestrator.engine.scheduler import Scheduler
@@ -44,11 +45,20 @@ class Leader:
     """Rank 0: decides, tells, executes its own part, keeps the row headers."""
 
     def __init__(
-        self, plan: Plan, runner: WorkerRunner, region: Region, group: Group, progress: Progress
+        self,
+        plan: Plan,
+        runner: WorkerRunner,
+        region: Region,
+        group: Group,
+        progress: Progress,
+        below: TierStack | None = None,
     ) -> None:
+        """`below` are the tiers under the region, if there are any; the caller closes them."""
         topology = plan.topology
         self._codec = step_codec(plan)
-        self._index = PrimaryIndex(plan.region.rows, len(plan.groups))
+        self._below = below
+        held = () if below is None else below.held_rows
+        self._index = PrimaryIndex(plan.region.rows, len(plan.groups), held)
         self._scheduler = Scheduler(
             DeviceCache(plan.device_blocks),
             self._index,
@@ -56,6 +66,7 @@ class Leader:
             cp_size=topology.pcp_size * topology.dcp_size,
             groups=len(plan.groups),
             chunks_per_step=self._codec.chunks_max,
+            below=below,
         )
         self._fingerprint = bytes.fromhex(plan.fingerprint)
         # What each worker of this node keeps of a chunk, by group.
@@ -71,7 +82,7 @@ class Leader:
         self._group = group
         self._progress = progress
         self._told_s = 0.0
-        self._writing: list[int] = []
+        self._writing: list[Chunk] = []
 
     @property
     def index(self) -> PrimaryIndex:
@@ -88,12 +99,13 @@ class Leader:
             steps = self._scheduler.steps(request)
             chunks = next(steps, None)
             while chunks is not None:
-                before, self._writing = self._writing, self._announce(chunks)
+                written, self._writing = self._writing, self._announce(chunks)
                 self._codec.encode(message, chunks)
                 self._group.broadcast(message)
                 agreed = self._runner.execute(chunks, self._group)
+                self.stats.steps += 1
                 # Every rank was in this step's collective, so it had ended the step before.
-                self._commit(set(before).difference(self._writing))
+                self._commit(written)
                 try:
                     chunks = steps.send(agreed)
                 except StopIteration:
@@ -108,15 +120,15 @@ class Leader:
 
     def finish(self) -> None:
         """All ranks have passed a collective since the last step: its rows are complete."""
-        self._commit(self._writing)
-        self._writing = []
+        written, self._writing = self._writing, []
+        self._commit(written)
 
-    def _announce(self, chunks: list[ChunkWork]) -> list[int]:
-        """Name the rows that a step writes, before any rank is told of them; the rows."""
+    def _announce(self, chunks: list[ChunkWork]) -> list[Chunk]:
+        """Name the rows that a step writes, before any rank is told of them; what is written."""
         now_ns = time.time_ns()
-        writing = []
-        for chunk in chunks:
-            for group, row in enumerate(chunk.rows if chunk.store else ()):
+        writing = [Chunk(chunk.key, chunk.rows) for chunk in chunks if chunk.store]
+        for chunk in writing:
+            for group, row in enumerate(chunk.rows):
                 write_header(
                     self._headers[row],
                     BlockKey(chunk.key, group),
@@ -125,12 +137,17 @@ class Leader:
                     created_ns=now_ns,
                     state=WRITING,
                 )
-                writing.append(row)
         return writing
 
-    def _commit(self, rows: Iterable[int]) -> None:
-        for row in rows:
-            set_state(self._headers[row], COMPLETE)
+    def _commit(self, written: Iterable[Chunk]) -> None:
+        """Every rank has written these chunks, but some may have been evicted since."""
+        there = [chunk for chunk in written if self._index.rows_of(chunk.key) == chunk.rows]
+        for chunk in there:
+            for row in chunk.rows:
+                set_state(self._headers[row], COMPLETE)
+        if self._below is not None:
+            self._below.store(there)
+            self._below.step()
 
     def _tell(self, *, now: bool = False) -> None:
         time_s = time.monotonic()
@@ -143,7 +160,7 @@ class Leader:
                 "requests": stats.requests,
                 "rejected": stats.rejected,
                 "prompt_tokens": stats.prompt_tokens,
-                "hit_tokens": stats.hit_tokens_device + stats.hit_tokens_shm,
+                "hit_tokens": stats.hit_tokens,
                 "copied_bytes": worker.stored_bytes + worker.loaded_bytes,
             }
         )

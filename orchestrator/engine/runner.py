@@ -175,6 +175,8 @@ class WorkerRunner:
         )
 
     def _fill(self, fills: list[tuple[ChunkWork, npt.NDArray[np.bool_]]]) -> None:
+        if not fills:
+            return
         ids = np.concatenate([chunk.block_ids[mask] for chunk, mask in fills])
         hashes = np.concatenate([chunk.hashes[mask] for chunk, mask in fills])
         if len(ids):

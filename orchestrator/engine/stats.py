@@ -2,37 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
-FIRST_BUCKET_S = 1e-6
-BUCKET_RATIO = 1.05
-
-
-@dataclass(slots=True)
-class LatencyHistogram:
-    """Logarithmic buckets 5 % wide from 1 µs, so that a percentile is within 2.5 %."""
-
-    counts: dict[int, int] = field(default_factory=dict)
-
-    def add(self, seconds: float) -> None:
-        ratio = max(seconds, FIRST_BUCKET_S) / FIRST_BUCKET_S
-        bucket = int(math.log(ratio) / math.log(BUCKET_RATIO))
-        self.counts[bucket] = self.counts.get(bucket, 0) + 1
-
-    def merge(self, other: LatencyHistogram) -> None:
-        for bucket, count in other.counts.items():
-            self.counts[bucket] = self.counts.get(bucket, 0) + count
-
-    def percentile_s(self, percent: float) -> float | None:
-        """The middle of the bucket in which the percentile falls; None when nothing was added."""
-        wanted = math.ceil(sum(self.counts.values()) * percent / 100)
-        seen = 0
-        for bucket in sorted(self.counts):
-            seen += self.counts[bucket]
-            if seen >= wanted:
-                return FIRST_BUCKET_S * float(BUCKET_RATIO ** (bucket + 0.5))
-        return None
+from backends.histogram import LatencyHistogram
 
 
 @dataclass(slots=True)
@@ -62,5 +34,12 @@ class ReplicaStats:
     output_tokens: int = 0
     hit_tokens_device: int = 0
     hit_tokens_shm: int = 0
+    hit_tokens_below: dict[str, int] = field(default_factory=dict)
     steps: int = 0
     skipped_lines: int = 0
+
+    @property
+    def hit_tokens(self) -> int:
+        """Of all sources together."""
+        below = sum(self.hit_tokens_below.values())
+        return self.hit_tokens_device + self.hit_tokens_shm + below

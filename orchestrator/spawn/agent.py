@@ -25,6 +25,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+from backends.errors import ConfigError
 from orchestrator.plan import Plan, ReplicaPlan, write_atomic
 from orchestrator.rundir import ReplicaDir, RunDir
 from orchestrator.spawn.lifeline import default_signals
@@ -173,13 +174,19 @@ def visible_devices(replica: ReplicaPlan, inherited: str | None) -> str:
     """`CUDA_VISIBLE_DEVICES` of an agent whose workers see one device each.
 
     torch gives its worker number n the n-th entry, so the entries are this replica's devices, as
-    they are numbered among those that the launcher itself sees.
+    they are numbered among those that the launcher itself sees. Raises ConfigError where it does
+    not see them all.
     """
-    ordinals = [str(worker.device_index) for worker in replica.workers]
+    ordinals = [worker.device_index for worker in replica.workers]
     if inherited is None or replica.workers[0].device != "cuda":
-        return ",".join(ordinals)
+        return ",".join(map(str, ordinals))
     seen = [name.strip() for name in inherited.split(",")]
-    return ",".join(seen[worker.device_index] for worker in replica.workers)
+    if max(ordinals) >= len(seen):
+        raise ConfigError(
+            f"replica {replica.data_parallel_index} is to use devices {ordinals}, and "
+            f"CUDA_VISIBLE_DEVICES={inherited} shows {len(seen)}; show more or set spawn.devices"
+        )
+    return ",".join(seen[ordinal] for ordinal in ordinals)
 
 
 def first_to_fail(codes: Mapping[int, int], directory: ReplicaDir) -> int:

@@ -30,4 +30,3 @@ class TwoPathsHarness(FilesystemHarness):
 class TestFilesystemOnTwoPaths(TierConformance):
     harness_type = TwoPathsHarness
     kills = 2
-    capacity_blocks = 16

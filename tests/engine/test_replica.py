@@ -1,112 +1,17 @@
-"""Whole replicas in one process (threads, real regions, real copies): what the ranks agree on."""
+"""What the ranks of a replica agree on, and that hits and bytes are right."""
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from backends.machine import host_identity
 from backends.region.region import Region
-from orchestrator.engine.replica import Leader, follow, step_codec
-from orchestrator.engine.runner import WorkerRunner
-from orchestrator.groups import ThreadGroups, find_identity
-from orchestrator.plan import Plan
-from orchestrator.regions import open_region
-from orchestrator.workload.request import Request
-from orchestrator.workload.source import stream_for_replica
-from orchestrator.workloads import workload_spec
+from orchestrator.engine.replica import Leader
+from tests.engine.replica_kit import SMALL, Replica, totals
 from tests.kit import plan_for
 from tests.models.cache_model import ReplicaCacheModel
-
-SMALL = (
-    "profile=ci",
-    "parallel=dp1_tp2",
-    "workload.requests=60",
-    "engine.device_cache_size=640KiB",
-    "region.size=3MiB",
-)
-
-Tamper = Callable[[Region, Leader, int], None]
-
-
-class Replica:
-    """Runs replica 0 of a plan with a thread a rank; `tamper` is called before each request."""
-
-    def __init__(self, plan: Plan, tamper: Tamper | None = None) -> None:
-        self.plan = plan
-        self.tamper = tamper
-        self.runners: dict[int, WorkerRunner] = {}
-        self.leader: Leader | None = None
-        self.errors: list[BaseException] = []
-        self.requests: list[Request] = []
-        self.headers: np.ndarray[Any, Any] | None = None
-        groups = ThreadGroups(plan.topology.world_size, timeout_s=60)
-        threads = [
-            threading.Thread(target=self._work, args=(groups, rank))
-            for rank in range(plan.topology.world_size)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if self.errors:
-            raise self.errors[0]
-
-    def _work(self, groups: ThreadGroups, rank: int) -> None:
-        try:
-            self._serve(groups, rank)
-        except BaseException as error:
-            self.errors.append(error)
-            groups.abort()
-
-    def _serve(self, groups: ThreadGroups, rank: int) -> None:
-        plan, group, host = self.plan, groups.member(rank), host_identity()
-        identity = find_identity(group, host)
-        with contextlib.closing(open_region(group, identity, host, plan.region_spec(0))) as region:
-            runner = WorkerRunner(
-                plan.offload_config(0, rank),
-                region,
-                torch.device("cpu"),
-                device_blocks=plan.device_blocks,
-                verify=plan.settings.engine.verify,
-                copy_threads=1,
-                copy_kernel="auto",
-            )
-            self.runners[rank] = runner
-            if identity.leader:
-                self.leader = Leader(plan, runner, region, group, lambda _fields: None)
-                self.leader.serve(self._stream(region))
-            else:
-                follow(runner, step_codec(plan), group)
-            group.all_gather_json(None)
-            if identity.leader:
-                assert self.leader is not None
-                self.leader.finish()
-                self.headers = region.row_headers().copy()
-                self.leader.close()
-            runner.close()
-
-    def _stream(self, region: Region) -> Iterator[Request]:
-        spec = workload_spec(self.plan.settings.workload, self.plan.cache)
-        for request in stream_for_replica(spec, 1, 0):
-            assert self.leader is not None
-            if self.tamper is not None:
-                self.tamper(region, self.leader, len(self.requests))
-            self.requests.append(request)
-            yield request
-
-
-def totals(replica: Replica) -> tuple[int, int]:
-    stats = [runner.stats for runner in replica.runners.values()]
-    return sum(s.blocks_checked for s in stats), sum(s.blocks_wrong for s in stats)
-
 
 CASES = {
     "tp2": (),

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.engine.stats import LatencyHistogram
+from backends.histogram import LatencyHistogram
 
 
 @given(

@@ -57,6 +57,7 @@ class Launch:
     """One `python launch.py OVERRIDES`. Output goes to files; nothing outlives the context.
 
     `run_dir` is `home / "run"` unless given; that of a sweep's job is for the caller to arrange.
+    `through` is a command that becomes the launcher.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Launch:
         *overrides: str,
         environment: dict[str, str] | None = None,
         run_dir: Path | None = None,
+        through: tuple[str, ...] = (),
     ) -> None:
         self.run = RunDir(run_dir or home / "run")
         self.temporary = home / "tmp"
@@ -74,7 +76,13 @@ class Launch:
         name, value = self._mark.split("=")
         with open(self._out, "wb") as out, open(self._err, "wb") as err:
             self.popen = subprocess.Popen(
-                [sys.executable, "launch.py", *overrides, f"hydra.run.dir={self.run.path}"],
+                [
+                    *through,
+                    sys.executable,
+                    "launch.py",
+                    *overrides,
+                    f"hydra.run.dir={self.run.path}",
+                ],
                 cwd=REPO,
                 env=os.environ | (environment or {}) | {name: value, "TMPDIR": str(self.temporary)},
                 stdin=subprocess.DEVNULL,
@@ -242,9 +250,19 @@ class Launch:
         self.popen.poll()
         left = [str(process) for process in self.processes()]
         left += [str(path) for path in self.region_files()]
-        left += [str(path) for path in self.temporary.rglob("*")]
-        left += [str(path) for path in self.run.path.rglob(".*") if path.name != ".hydra"]
+        left += _below(self.temporary)
+        left += [
+            path for path in _below(self.run.path) if "/.tmp-" in path or path.endswith(".tmp")
+        ]
         return left
+
+
+def _below(directory: Path) -> list[str]:
+    """Every path in a directory that others may be emptying."""
+    found = []
+    for parent, directories, files in os.walk(directory):
+        found += [os.path.join(parent, name) for name in directories + files]
+    return found
 
 
 def _process(pid: int) -> Process:

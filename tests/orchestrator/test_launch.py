@@ -9,11 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from backends.errors import ConfigError
 from orchestrator.rundir import RunDir
+from orchestrator.spawn.agent import visible_devices
 from tests.kit import REPO, plan_for
 from tests.orchestrator.harness import (
     Launch,
@@ -89,6 +92,25 @@ def test_slots_come_from_the_group_whatever_devices_and_environment_say(
     planned = json.loads(run.run.plan.read_text())["replicas"]
     assert [w["device_index"] for r in planned for w in r["workers"]] == devices
     assert [w["slot"] for r in planned for w in r["workers"]] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("device", "inherited", "visible"),
+    [("cuda", None, "3,2"), ("cuda", "8, 7,6,5", "5,6"), ("cpu", "garbage", "3,2")],
+)
+def test_a_worker_that_sees_one_device_sees_that_of_its_replica(
+    tmp_path: Path, device: str, inherited: str | None, visible: str
+) -> None:
+    plan = plan_for(tmp_path, "profile=ci", "spawn.devices=[1,0,3,2]")
+    workers = tuple(replace(worker, device=device) for worker in plan.replicas[1].workers)
+    assert visible_devices(replace(plan.replicas[1], workers=workers), inherited) == visible
+
+
+def test_a_device_that_the_launcher_does_not_see_is_refused(tmp_path: Path) -> None:
+    replica = plan_for(tmp_path, "profile=ci").replicas[1]
+    workers = tuple(replace(worker, device="cuda") for worker in replica.workers)
+    with pytest.raises(ConfigError, match=r"devices \[2, 3\].*CUDA_VISIBLE_DEVICES=4,5 shows 2"):
+        visible_devices(replace(replica, workers=workers), "4,5")
 
 
 @ahead

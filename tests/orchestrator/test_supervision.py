@@ -79,6 +79,26 @@ def test_a_signal_to_the_launcher_ends_everything(
         assert f"interrupted by {signum.name}" in launch.err
 
 
+@ahead
+def test_an_interrupt_ends_threads_of_the_launcher_too(home: Path) -> None:
+    with launched(home, "spawn=inline", *BACKINGS["shm"]) as launch:
+        launch.wait("progress", lambda: all(launch.reached("progress", n, 0) for n in (0, 1)))
+        since_s = time.monotonic()
+        launch.signal(signal.SIGINT)
+        assert launch.wait_end() == 128 + signal.SIGINT, launch.told()
+        launch.assert_gone(since_s)
+        assert launch.report()["status"] == "interrupted"
+
+
+@ahead
+def test_a_launcher_under_nohup_survives_its_terminal(home: Path) -> None:
+    with Launch(home, "profile=ci", through=("nohup",)) as launch:
+        launch.wait_phase("started")
+        launch.signal(signal.SIGHUP)
+        assert launch.wait_end() == 0, launch.told()
+        assert launch.report()["status"] == "ok"
+
+
 @pytest.mark.parametrize(
     ("victim", "moment", "backing", "told"),
     [

@@ -170,11 +170,10 @@ class BasicTests(SuiteBase):
         assert ours.load(keys) == [DONE] * 4
         assert theirs.load(keys) == [DONE] * 4
 
+    @needs("can_stall")
     def test_a_job_id_in_use_is_the_callers_mistake(
         self, bench: TierBench, harness: TierHarness
     ) -> None:
-        if not harness.can_stall:
-            pytest.skip("for harnesses that can_stall: a job must be held to be in use")
         [key] = make_keys("in use", 1)
         harness.stall()
         job = bench.submit_store([key])

@@ -44,17 +44,17 @@ class ProcessTests(SuiteBase):
         self, open_bench: OpenBench, harness: TierHarness
     ) -> None:
         chance = random.Random(11)
-        batches, batch = 12, 4
-        keys = {n: make_keys(f"killed {n}", batches * batch) for n in range(self.kills)}
+        count, batch = min(self.rows, 24), 2
+        keys = {n: make_keys(f"killed {n}", count) for n in range(self.kills)}
         told: list[BlockKey] = []
         # All at once: starting an interpreter takes far longer than the rest.
         peers = [self.peer(harness, None, self.killed_row_bytes) for _ in range(self.kills)]
         try:
             for number, peer in enumerate(peers):
                 peer.ready().begin_storing(keys[number], batch)
-                for _ in range(chance.randrange(batches - 1)):
+                for _ in range(chance.randrange(count // batch - 2)):
                     told += peer.stored()
-                time.sleep(chance.uniform(0.0, 0.004))
+                time.sleep(chance.uniform(0.0, 0.001))
                 told += peer.kill()
         finally:
             for peer in peers:

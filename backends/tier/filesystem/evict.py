@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Final
 
 from backends.tier.filesystem import naming
+from backends.tier.filesystem.blockfiles import Room
 from backends.tier.filesystem.counters import Counters
 from backends.tier.filesystem.index import Candidate, Index
 from backends.tier.filesystem.spaces import Namespaces
-from backends.tier.filesystem.volume import Room, Volume
+from backends.tier.filesystem.volume import Volume
 
 _CANDIDATES: Final = 256
 
@@ -34,11 +35,19 @@ class Evictor:
 
     def make_room(self, need_bytes: int, before_ns: int) -> Room:
         """Evict `need_bytes` of what was used before `before_ns`. Raises OSError."""
-        with self._volume.counts.evicting() as alone:
+        with self._volume.ledger.evicting() as alone:
             if not alone:
                 return Room.LATER
             freed_bytes = self._evict(need_bytes, before_ns)
         return Room.MADE if freed_bytes else Room.NONE
+
+    def oldest_ns(self) -> int | None:
+        """When the block that would go first was used; None if there is none. Takes no lock."""
+        for candidate in reversed(self._candidates):
+            if self._index.still(candidate):
+                return candidate.used_ns
+        found = self._index.least_recent(self._volume.number, 1)
+        return found[0].used_ns if found else None
 
     def _evict(self, need_bytes: int, before_ns: int) -> int:
         freed_bytes = 0
@@ -71,7 +80,7 @@ class Evictor:
     def _remove(self, candidate: Candidate) -> int:
         block_id, volume = candidate.block_id, self._volume
         seen_ns = max(candidate.used_ns, self._index.shown_ns(block_id))
-        removal = volume.remove(
+        removal = volume.blocks.remove(
             self._namespaces[candidate.namespace].leaf(block_id),
             naming.block_name(candidate.key),
             naming.shard_of(block_id),

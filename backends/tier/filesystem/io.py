@@ -44,6 +44,8 @@ class Io(Protocol):
     def close(self, fd: int) -> None: ...
     def preadv(self, fd: int, buffers: list[Bytes], offset: int) -> int: ...
     def pwritev(self, fd: int, buffers: list[Bytes], offset: int) -> int: ...
+    def write_all(self, fd: int, data: bytes) -> None: ...
+    def read_all(self, fd: int) -> bytes: ...
     def fallocate(self, fd: int, size: int) -> None: ...
     def fsync(self, fd: int) -> None: ...
     def fdatasync(self, fd: int) -> None: ...
@@ -92,6 +94,18 @@ class OsIo:
 
     def pwritev(self, fd: int, buffers: list[Bytes], offset: int) -> int:
         return os.pwritev(fd, _vector(buffers), offset)
+
+    def write_all(self, fd: int, data: bytes) -> None:
+        done = 0
+        while done < len(data):
+            written = os.pwrite(fd, memoryview(data)[done:], done)
+            if not written:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            done += written
+
+    def read_all(self, fd: int) -> bytes:
+        with open(fd, "rb", closefd=False) as file:
+            return file.read()
 
     def fallocate(self, fd: int, size: int) -> None:
         os.posix_fallocate(fd, 0, size)

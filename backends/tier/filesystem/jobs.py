@@ -23,11 +23,13 @@ class Task:
     """One key of a job. Its row may be touched between `begin` and `end`, and only then.
 
     `used_ns` orders uses: keys at the front of a batch are more recent. `tried` are the volumes
-    that failed it. `followers` are stores of the same key that wait for this one.
+    that failed it; `moved`: it was sent on from one path to another. `followers` are stores of the
+    same key that wait for this one.
     """
 
     __slots__ = (
-        *("begun", "block_id", "ended", "followers", "index", "key", "state", "tried", "used_ns"),
+        *("begun", "block_id", "ended", "followers", "index", "key", "moved", "state", "tried"),
+        "used_ns",
     )
 
     def __init__(self, state: JobState, index: int, block_id: int, used_ns: int) -> None:
@@ -39,6 +41,7 @@ class Task:
         self.begun = False
         self.ended = False
         self.tried: tuple[int, ...] = ()
+        self.moved = False
         self.followers: list[Task] = []
 
     @property

@@ -14,12 +14,13 @@ from typing import Final
 
 from backends.errors import TierError
 from backends.tier.filesystem import naming, snapshot
+from backends.tier.filesystem.blockfiles import Room
 from backends.tier.filesystem.counters import Counters
 from backends.tier.filesystem.evict import Evictor
 from backends.tier.filesystem.index import Index
 from backends.tier.filesystem.scan import Scanner
 from backends.tier.filesystem.settings import FilesystemSettings
-from backends.tier.filesystem.volume import Room, Volume
+from backends.tier.filesystem.volume import Volume
 
 _TICK_S: Final = 0.25
 _BEAT_S: Final = 1.0
@@ -33,6 +34,7 @@ class Keeper:
     def __init__(
         self,
         volume: Volume,
+        namespace: str,
         index: Index,
         scanner: Scanner,
         evictor: Evictor,
@@ -42,6 +44,7 @@ class Keeper:
     ) -> None:
         """`counted` is called when stores may begin, because what was there is counted."""
         self._volume = volume
+        self._namespace = namespace
         self._index = index
         self._scanner = scanner
         self._evictor = evictor
@@ -79,7 +82,7 @@ class Keeper:
     def save(self) -> None:
         """Write a snapshot of what is known of this path. Raises OSError."""
         columns = self._index.columns(0, self._volume.number)
-        self._volume.write_namespace_file(naming.SNAPSHOT, snapshot.pack(columns))
+        self._volume.place.write_file(self._namespace, naming.SNAPSHOT, snapshot.pack(columns))
 
     def _serve(self) -> None:
         while not self._stopped:
@@ -96,12 +99,12 @@ class Keeper:
         volume = self._volume
         if not volume.stores.closed():
             return
-        if volume.needs_opening():
+        if volume.place.needs_opening():
             volume.open(make=False)
         if now_s >= self._next_beat_s:
-            volume.counts.beat()
+            volume.ledger.beat()
             self._next_beat_s = now_s + _BEAT_S
-        totals = volume.counts.totals()
+        totals = volume.ledger.totals()
         if not self.restored.is_set():
             self._restore()
         if now_s >= self._next_sweep_s:
@@ -119,7 +122,9 @@ class Keeper:
 
     def _restore(self) -> None:
         with contextlib.suppress(FileNotFoundError):
-            columns = snapshot.unpack(self._volume.read_namespace_file(naming.SNAPSHOT))
+            columns = snapshot.unpack(
+                self._volume.place.read_file(self._namespace, naming.SNAPSHOT)
+            )
             if columns is not None:
                 self._index.add_many(columns, 0, self._volume.number)
         self.restored.set()
@@ -128,7 +133,7 @@ class Keeper:
         self._index.generation += 1
         if not self._scanner.scan():
             return
-        self._volume.counts.totals()
+        self._volume.ledger.totals()
         self._index.forget_unseen(self._volume.number)
         self.scanned.set()
         self._counted()
@@ -136,21 +141,21 @@ class Keeper:
     def _recount_for_the_dead(self) -> None:
         """A writer that died while it stored has left a reservation, rightly or not."""
         volume = self._volume
-        for writer, reserved_bytes in volume.counts.dead_writers():
-            self._counters.add("swept", volume.sweep_writer(writer))
+        for writer, reserved_bytes in volume.ledger.dead_writers():
+            self._counters.add("swept", volume.place.empty_writer(writer))
             if reserved_bytes:
                 for shard in range(naming.SHARDS):
                     self._scanner.count(shard)
-            volume.counts.forget(writer)
+            volume.ledger.forget(writer)
 
     def _settle_debts(self) -> None:
-        for shard in self._volume.debts():
+        for shard in self._volume.blocks.debts():
             self._scanner.count(shard)
-            self._volume.pay(shard)
+            self._volume.blocks.pay(shard)
 
     def _evict(self) -> None:
         volume = self._volume
-        totals = volume.counts.cached
+        totals = volume.ledger.cached
         if not totals.counted:
             return
         limit_bytes = volume.limit_bytes(totals)
@@ -159,7 +164,7 @@ class Keeper:
         goal_bytes = int(self._settings.low_watermark * limit_bytes)
         room = Room.MADE
         while room is Room.MADE and not self._stopped:
-            over_bytes = volume.counts.totals().all_bytes - goal_bytes
+            over_bytes = volume.ledger.totals().all_bytes - goal_bytes
             if over_bytes <= 0:
                 break
             room = self._evictor.make_room(min(over_bytes, 64 << 20), time.time_ns())

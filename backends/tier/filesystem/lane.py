@@ -33,7 +33,7 @@ class Lane:
         breaker = volume.loads if loads else volume.stores
         if not breaker.closed():
             return f"{volume.path}: {breaker.reason}; tried again in {breaker.remaining_s():.1f} s"
-        if not volume.is_open:
+        if not volume.place.is_open:
             return f"{volume.path}: not open: {volume.stores.reason}"
         busy_s = self.pool.busy_for_s()
         if busy_s > self.stuck_s:

@@ -29,8 +29,9 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from backends.tier.filesystem.io import Bytes, Io
+from backends.tier.filesystem.io import Bytes
 from backends.tier.filesystem.naming import LEDGER, SHARDS
+from backends.tier.filesystem.place import Place
 from backends.tier.filesystem.writer import Writer
 
 QUARANTINE_SHARD: Final = SHARDS
@@ -85,12 +86,10 @@ class Totals(NamedTuple):
 class Ledger:
     """One path's ledger, as one writer sees it. Threads may share it."""
 
-    def __init__(self, io: Io, root: int, temporary: int, writer: Writer) -> None:
-        """`root` and `temporary` are directories; a new file is made in the latter."""
-        self._io = io
-        self._root = root
-        self._temporary = temporary
-        self._writer = writer
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._io = place.io
+        self._writer = place.writer
         self._mutexes = [threading.Lock() for _ in range(_LOCKS)]
         self._state = threading.Lock()
         self._opening = threading.Lock()
@@ -323,7 +322,7 @@ class Ledger:
     def _open_file(self) -> int:
         flags = os.O_RDWR
         try:
-            fd = self._io.open(self._root, LEDGER, flags)
+            fd = self._io.open(self._place.root, LEDGER, flags)
         except FileNotFoundError:
             return self._make_file()
         try:
@@ -337,14 +336,14 @@ class Ledger:
         # Damaged, or of another version: everything is counted anew.
         self._io.close(fd)
         with contextlib.suppress(FileNotFoundError):
-            self._io.unlink(self._root, LEDGER)
+            self._io.unlink(self._place.root, LEDGER)
         return self._make_file()
 
     def _make_file(self) -> int:
         # Only this writer uses the name: what has it is left from an attempt that failed.
         with contextlib.suppress(FileNotFoundError):
-            self._io.unlink(self._temporary, LEDGER)
-        fd = self._io.open(self._temporary, LEDGER, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            self._io.unlink(self._place.temporary, LEDGER)
+        fd = self._io.open(self._place.temporary, LEDGER, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             # All of it now: later there may be no room for a page in the middle.
             self._io.fallocate(fd, _SIZE)
@@ -352,15 +351,15 @@ class Ledger:
             counts = np.zeros((COUNTS, 2), dtype="<i8")
             counts[:, 1] = -1
             self._write_at(fd, _COUNTS_AT, counts.reshape(-1).view(np.uint8))
-            self._io.publish(self._temporary, LEDGER, self._root, LEDGER)
+            self._io.publish(self._place.temporary, LEDGER, self._place.root, LEDGER)
         except FileExistsError:
             self._io.close(fd)
-            self._io.unlink(self._temporary, LEDGER)
-            return self._io.open(self._root, LEDGER, os.O_RDWR)
+            self._io.unlink(self._place.temporary, LEDGER)
+            return self._io.open(self._place.root, LEDGER, os.O_RDWR)
         except BaseException:
             self._io.close(fd)
             with contextlib.suppress(OSError):
-                self._io.unlink(self._temporary, LEDGER)
+                self._io.unlink(self._place.temporary, LEDGER)
             raise
         return fd
 

@@ -117,7 +117,7 @@ class Prober:
                     return
                 block_id, key = self._queue.popleft()
             try:
-                there = self._volume.holds(key, block_id)
+                there = self._volume.blocks.holds(key, block_id)
             # The disk's fault shows in loads and stores; for now the key is not there.
             except OSError:
                 there = False

@@ -15,8 +15,7 @@ import numpy as np
 
 from backends.tier.filesystem import naming
 from backends.tier.filesystem.index import Index
-from backends.tier.filesystem.io import DIRECTORY, Io
-from backends.tier.filesystem.ledger import QUARANTINE_SHARD
+from backends.tier.filesystem.io import DIRECTORY
 from backends.tier.filesystem.spaces import Namespaces
 from backends.tier.filesystem.volume import Volume
 
@@ -35,10 +34,9 @@ class Scanner:
     """Of one path. `row_bytes` is the size of the tier's own blocks."""
 
     def __init__(
-        self, io: Io, volume: Volume, index: Index, namespaces: Namespaces, row_bytes: int,
+        self, volume: Volume, index: Index, namespaces: Namespaces, row_bytes: int,
         stopped: Callable[[], bool],
     ) -> None:  # fmt: skip
-        self._io = io
         self._volume = volume
         self._index = index
         self._namespaces = namespaces
@@ -60,7 +58,7 @@ class Scanner:
         """Enter one shard into the index and make the ledger agree with it. Raises OSError."""
         if names is None:
             names = self._namespace_names()
-        ledger = self._volume.counts
+        ledger = self._volume.ledger
         before = ledger.counts()[shard]
         found = self._walk(shard, names)
         # Nobody has changed the shard meanwhile, and it is as the ledger says: no need to hold it.
@@ -71,11 +69,10 @@ class Scanner:
             ledger.set_count(shard, found.bytes, found.blocks)
 
     def count_quarantine(self) -> None:
-        with self._volume.counts.shard(QUARANTINE_SHARD):
-            self._volume.trim_quarantine()
+        self._volume.quarantine.count()
 
     def _namespace_names(self) -> list[str]:
-        entries = self._io.scandir(self._volume.root, ".")
+        entries = self._volume.place.io.scandir(self._volume.place.root, ".")
         return [e.name for e in entries if e.is_directory and naming.is_namespace(e.name)]
 
     def _walk(self, shard: int, names: list[str]) -> Count:
@@ -89,14 +86,14 @@ class Scanner:
 
     def _leaves(self, path: str) -> Iterator[tuple[str, list[str]]]:
         try:
-            entries = self._io.scandir(self._volume.root, path)
+            entries = self._volume.place.io.scandir(self._volume.place.root, path)
         except (FileNotFoundError, NotADirectoryError):
             return
         for entry in entries:
             if entry.is_directory and naming.is_fanout(entry.name):
                 leaf = f"{path}/{entry.name}"
                 try:
-                    files = self._io.scandir(self._volume.root, leaf)
+                    files = self._volume.place.io.scandir(self._volume.place.root, leaf)
                 except FileNotFoundError:
                     continue
                 yield leaf, [file.name for file in files if not file.is_directory]
@@ -118,11 +115,11 @@ class Scanner:
             else:
                 unknown.append((file, key, block_id))
         if unknown:
-            directory = self._io.open(self._volume.root, leaf, DIRECTORY)
+            directory = self._volume.place.io.open(self._volume.place.root, leaf, DIRECTORY)
             try:
                 for file, key, block_id in unknown:
                     try:
-                        found = self._io.stat(directory, file)
+                        found = self._volume.place.io.stat(directory, file)
                     except FileNotFoundError:
                         continue
                     if stat.S_ISREG(found.st_mode):
@@ -130,5 +127,5 @@ class Scanner:
                         used_ns = found.st_atime_ns
                         self._index.add(block_id, key, namespace, volume, used_ns, shown=True)
             finally:
-                self._io.close(directory)
+                self._volume.place.io.close(directory)
         return Count(nbytes, blocks)

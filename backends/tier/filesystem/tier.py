@@ -24,6 +24,7 @@ from backends.tier.base import (
     Usage,
 )
 from backends.tier.filesystem import naming
+from backends.tier.filesystem.blockfiles import BlockFormat, BlockWrong, NoRoom, Room
 from backends.tier.filesystem.counters import Counters
 from backends.tier.filesystem.evict import Evictor
 from backends.tier.filesystem.index import Index
@@ -38,7 +39,7 @@ from backends.tier.filesystem.scan import Scanner
 from backends.tier.filesystem.settings import FilesystemSettings
 from backends.tier.filesystem.spaces import Namespaces
 from backends.tier.filesystem.turns import Turns
-from backends.tier.filesystem.volume import BlockWrong, NoRoom, Stored, Volume
+from backends.tier.filesystem.volume import Volume
 from backends.tier.filesystem.writer import this_writer
 
 # This process's lack of something, not the path's or the block's fault.
@@ -48,6 +49,14 @@ _ABSENT: Final = (errno.ENOENT, errno.ENOTDIR)
 _PENDING_S: Final = 5.0
 _UNUSABLE_MAX: Final = 65536
 _CLOSED = "the tier was closed"
+
+
+class _Elsewhere(Exception):
+    """A store is for another path."""
+
+    def __init__(self, lane: Lane) -> None:
+        super().__init__()
+        self.lane = lane
 
 
 class FilesystemTier(Tier):
@@ -139,7 +148,7 @@ class FilesystemTier(Tier):
             self._index.use(self._namespace.block_id(key), used_ns - i)
 
     def usage(self) -> Usage:
-        totals = [lane.volume.counts.cached for lane in self._lanes if lane.volume.is_open]
+        totals = [lane.volume.ledger.cached for lane in self._lanes if lane.volume.place.is_open]
         blocks = sum(total.blocks for total in totals)
         oldest_ns = self._oldest() if blocks else None
         return Usage(
@@ -172,7 +181,7 @@ class FilesystemTier(Tier):
             for lane in self._lanes:
                 # A path whose call does not come back keeps what that call may be using.
                 if lane.stop(end_s):
-                    if lane.volume.is_open and lane.keeper.restored.is_set():
+                    if lane.volume.place.is_open and lane.keeper.restored.is_set():
                         with contextlib.suppress(OSError):
                             lane.keeper.save()
                     lane.volume.close()
@@ -187,7 +196,7 @@ class FilesystemTier(Tier):
     def describe(self) -> list[str]:
         """A line for each path: how it is read and written and why, and whether it is used now."""
         return [
-            f"{lane.volume.path}: {lane.volume.direct.reason}"
+            f"{lane.volume.path}: {lane.volume.blocks.direct.reason}"
             + "".join(
                 f"; no {what}: {why}"
                 for what, loads in (("stores", False), ("loads", True))
@@ -221,11 +230,10 @@ class FilesystemTier(Tier):
         refusals = [lane.why_not(loads=False) for lane in self._lanes]
         queues: dict[int, list[Task]] = {}
         for task in tasks:
-            order = [n for n in self._order(task.block_id) if n not in task.tried]
+            order = self._order(task.block_id)
             number = next((n for n in order if refusals[n] is None), None)
             if number is None:
-                reason = refusals[order[0]] if order else "no path could store it"
-                self._jobs.end(task, Outcome.SHED, reason or "no path could store it")
+                self._jobs.end(task, Outcome.SHED, refusals[order[0]] or "")
             else:
                 queues.setdefault(number, []).append(task)
         for number, queue in queues.items():
@@ -289,12 +297,16 @@ class FilesystemTier(Tier):
                 volume.stores.succeeded(began_s)
         except NoRoom as error:
             outcome, reason = Outcome.SHED, str(error)
+        except _Elsewhere as elsewhere:
+            self._send_on(lane, task, elsewhere.lane)
+            return
         except OSError as error:
             volume.stores.failed(began_s, _words(error))
             outcome, reason = Outcome.SHED, f"{volume.path}: {_words(error)}"
             task.tried = (*task.tried, volume.number)
-            if len(task.tried) < len(self._lanes):
-                self._hand_over(lane, task)
+            other = next((n for n in self._order(task.block_id) if self._may_take(n, task)), None)
+            if other is not None:
+                self._send_on(lane, task, self._lanes[other])
                 return
         # One key's trouble, of whatever kind, is its outcome and never ends the thread.
         except Exception as error:
@@ -315,31 +327,56 @@ class FilesystemTier(Tier):
             self._unusable.pop(task.block_id, None)
         self._go_on(lane, task, outcome)
         self._jobs.end(task, outcome, reason, moved_bytes)
-        totals = volume.counts.cached
+        totals = volume.ledger.cached
         if totals.all_bytes > self._settings.high_watermark * volume.quota_bytes:
             lane.keeper.kick()
 
     def _write(self, lane: Lane, task: Task) -> int:
         volume, row = lane.volume, self._jobs.row(task)
 
+        def make_room(short_bytes: int) -> Room:
+            if len(self._lanes) > 1 and not task.moved:
+                self._look_elsewhere(lane, task)
+            return lane.evictor.make_room(short_bytes, task.used_ns)
+
         def store() -> bool:
-            make_room = partial(lane.evictor.make_room, before_ns=task.used_ns)
-            return volume.store(task.key, task.block_id, row, task.used_ns, make_room)
+            return volume.blocks.store(task.key, task.block_id, row, task.used_ns, make_room)
 
         try:
             written = store()
         except FileNotFoundError:
-            if not volume.needs_opening():
+            if not volume.place.needs_opening():
                 raise
             volume.open(make=False)
             written = store()
         return row.size if written else 0
 
-    def _hand_over(self, lane: Lane, task: Task) -> None:
-        """A path has failed a store: another one may have it."""
+    def _look_elsewhere(self, lane: Lane, task: Task) -> None:
+        """A path is full. Raises _Elsewhere if another has room, or has the oldest block of all.
+
+        So the parts of the capacity are one capacity: all of it is used, and what goes is what was
+        used least recently wherever it stands.
+        """
+        oldest_ns, oldest = lane.evictor.oldest_ns() or task.used_ns, lane
+        for number in self._order(task.block_id):
+            other = self._lanes[number]
+            if other is lane or not self._may_take(number, task):
+                continue
+            if other.volume.has_room(self._row_bytes):
+                raise _Elsewhere(other)
+            other_ns = other.evictor.oldest_ns()
+            if other_ns is not None and other_ns < oldest_ns:
+                oldest_ns, oldest = other_ns, other
+        if oldest is not lane:
+            raise _Elsewhere(oldest)
+
+    def _may_take(self, number: int, task: Task) -> bool:
+        return number not in task.tried and self._lanes[number].why_not(loads=False) is None
+
+    def _send_on(self, lane: Lane, task: Task, other: Lane) -> None:
+        task.moved = True
         self._jobs.put_back(task)
-        followers = lane.turns.ended(task)
-        self._route([task, *followers])
+        other.store([task, *lane.turns.ended(task)])
 
     def _go_on(self, lane: Lane, task: Task, outcome: Outcome) -> None:
         """Stores of the same key have waited for this one."""
@@ -383,7 +420,7 @@ class FilesystemTier(Tier):
             began_s = time.monotonic()
             before_ns = task.used_ns - int(self._settings.touch_interval_s * 1e9)
             try:
-                shown_ns = volume.load(task.key, task.block_id, row, task.used_ns, before_ns)
+                shown_ns = volume.blocks.load(task.key, task.block_id, row, task.used_ns, before_ns)
             except BlockWrong as error:
                 self._forget(task, volume)
                 self._refuse(task.block_id, self._settings.probe_interval_s)
@@ -439,13 +476,15 @@ class FilesystemTier(Tier):
             )
 
     def _open_volumes(self) -> list[Volume]:
-        stored = Stored(
-            self._namespace, self._context.fingerprint, self._row_bytes, self._context.manifest
+        settings, context = self._settings, self._context
+        form = BlockFormat(
+            *(self._namespace, context.fingerprint, self._row_bytes),
+            *(settings.verify, settings.durability),
         )
         writer = this_writer()
         volumes, problems = [], []
         for number, path in enumerate(self._settings.paths):
-            volume = Volume(number, path, self._settings, stored, writer, self._io)
+            volume = Volume(number, path, settings, form, context.manifest, writer, self._io)
             volumes.append(volume)
             began_s = time.monotonic()
             try:
@@ -469,7 +508,7 @@ class FilesystemTier(Tier):
             volume, self._index, self._namespaces, self._jobs.is_loading, self._counters
         )
         scanner = Scanner(
-            *(self._io, volume, self._index, self._namespaces, self._row_bytes),
+            *(volume, self._index, self._namespaces, self._row_bytes),
             stopped=lambda: lane.keeper.stopped(),
         )
         pool = Pool(f"kvquay-fs-{number}", settings.threads, lambda task: self._run(lane, task))
@@ -491,7 +530,15 @@ class FilesystemTier(Tier):
                 useful=lambda: lane.why_not(loads=True) is None,
             ),
             keeper=Keeper(
-                *(volume, self._index, scanner, evictor, settings, self._counters),
+                *(
+                    volume,
+                    self._namespace.name,
+                    self._index,
+                    scanner,
+                    evictor,
+                    settings,
+                    self._counters,
+                ),
                 counted=lambda: lane.turns.wake(),
             ),
             stuck_s=settings.stuck_s,

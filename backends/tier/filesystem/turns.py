@@ -70,7 +70,7 @@ class Turns:
             followers, task.followers = task.followers, []
         if self._replicas > 1:
             with contextlib.suppress(OSError):
-                self._volume.counts.unclaim([task.block_id])
+                self._volume.ledger.unclaim([task.block_id])
         return followers
 
     def wake(self) -> None:
@@ -135,7 +135,7 @@ class Turns:
         first, now_s = [], time.monotonic()
         for task in tasks:
             position = writer_position(task.block_id, self._replica, self._replicas)
-            if position == 0:
+            if position == 0 or task.moved:
                 first.append(task)
             else:
                 self._wait(task, position * self._stagger_s, now_s, now_s)
@@ -152,7 +152,7 @@ class Turns:
         if not due:
             return []
         try:
-            claimed = self._volume.counts.claimed_elsewhere()
+            claimed = self._volume.ledger.claimed_elsewhere()
         except OSError:
             claimed = set()
         go, now_s = [], time.monotonic()
@@ -170,5 +170,5 @@ class Turns:
             return
         if self._replicas > 1:
             with contextlib.suppress(OSError):
-                self._volume.counts.claim(task.block_id for task in tasks)
+                self._volume.ledger.claim(task.block_id for task in tasks)
         self._go(tasks)
