@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from backends.block import BlockKey
 from backends.histogram import LatencyHistogram
@@ -33,7 +34,11 @@ class StackSettings:
 
 @dataclass(slots=True)
 class TierCounters:
-    """What the stack saw of one tier, in chunks."""
+    """What the stack saw of one tier: lookups, hits and stores in chunks, misfortunes in blocks.
+
+    `store_s` is the time in which at least one store was under way, `load_s` that in which the
+    engine waited for a load.
+    """
 
     lookups: int = 0
     hits: int = 0
@@ -78,6 +83,8 @@ class TierStack:
         # (tier name, job id) → rows that nobody else may touch until the job has its result
         self._transfers: dict[tuple[str, int], tuple[int, ...]] = {}
         self._held: dict[int, int] = {}
+        self._stores: dict[str, set[int]] = {}
+        self._storing_since_s: dict[str, float] = {}
         self._results: dict[tuple[str, int], JobResult | None] = {}  # of loads that are waited for
         self.counters = {tier.name: TierCounters() for tier in tiers}
 
@@ -146,6 +153,9 @@ class TierStack:
         for tier in self._tiers:
             job_id = next(self._job_ids)
             rows = self._hold(tier, job_id, chunks)
+            self._stores.setdefault(tier.name, set()).add(job_id)
+            if len(self._stores[tier.name]) == 1:
+                self._storing_since_s[tier.name] = time.monotonic()
             tier.submit_store(Job(job_id, _block_keys(chunks), rows, until_s))
 
     def _hold(self, tier: Tier, job_id: int, chunks: Sequence[Chunk]) -> tuple[int, ...]:
@@ -176,8 +186,11 @@ class TierStack:
         counters = self.counters[tier.name]
         counters.stores += sum(o is Outcome.DONE for o in result.outcomes) // self._groups
         counters.stored_bytes += result.bytes_moved
-        counters.store_s += result.seconds
         _count_misfortunes(counters, result)
+        stores = self._stores.get(tier.name, set())
+        stores.discard(result.job_id)
+        if not stores and tier.name in self._storing_since_s:
+            counters.store_s += time.monotonic() - self._storing_since_s.pop(tier.name)
 
     def wait_for_rows(self) -> bool:
         """Wait until a held row is released, within the load time-out; False if none was."""
@@ -188,6 +201,19 @@ class TierStack:
                 return True
             time.sleep(POLL_S)
         return False
+
+    def report(self) -> dict[str, dict[str, Any]]:
+        """Each tier's counts and what it holds, in plain JSON types."""
+        found = {}
+        for tier in self._tiers:
+            own = tier.counters()
+            found[tier.name] = asdict(self.counters[tier.name]) | {
+                "usage": asdict(tier.usage()),
+                "evictions": own.get("evicted", 0),
+                "corrupt": own.get("corrupt", 0),
+                "own": dict(own),
+            }
+        return found
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until all stores have ended; False if a tier did not in time."""

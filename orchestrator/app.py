@@ -67,7 +67,13 @@ def _reap(console: Console) -> None:
 
 def _absolute(config: Config) -> Config:
     """Workers may stand in another directory than the one in which a path was typed."""
-    if not config.workload.path:
-        return config
-    path = os.path.abspath(os.path.expanduser(config.workload.path))
-    return replace(config, workload=replace(config.workload, path=path))
+
+    def absolute(path: str) -> str:
+        return os.path.abspath(os.path.expanduser(path))
+
+    workload, stack = config.workload, config.tiers.stack
+    if workload.path:
+        workload = replace(workload, path=absolute(workload.path))
+    fs = replace(stack.fs, paths=[absolute(path) for path in stack.fs.paths])
+    tiers = replace(config.tiers, stack=replace(stack, fs=fs))
+    return replace(config, workload=workload, tiers=tiers)

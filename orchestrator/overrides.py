@@ -30,7 +30,7 @@ from orchestrator.problems import Problem, did_you_mean
 from orchestrator.schema import Config
 from orchestrator.values import NOT_YET, check_value, not_yet
 
-NOT_YET_KEYS = ("tiers.stack.fs", "tiers.stack.object", "engine.model", "sweep", "region.scope")
+NOT_YET_KEYS = ("tiers.stack.object", "engine.model", "sweep", "region.scope")
 OPTIONAL_GROUPS = ("experiment",)
 NICKNAMES = {
     "dp": "data_parallel_size",

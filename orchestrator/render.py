@@ -51,12 +51,12 @@ def print_plan(console: Console, plan: Plan) -> None:
     _line(console)
     console.print(_sizes(plan))
     asked = plan.settings.region
-    nodes = sorted({node for node in plan.region.numa_nodes if node is not None})
+    numa = sorted({node for node in plan.region.numa_nodes if node is not None})
     _line(
         console,
         f"asked: {asked.backing}, prefault {'on' if asked.prefault else 'off'}, "
         f"huge pages {asked.huge_pages}, page-lock {asked.pin}, "
-        f"NUMA {', '.join(map(str, nodes)) or 'any'}"
+        f"NUMA {', '.join(map(str, numa)) or 'any'}"
         f"{', name kept' if asked.persist_name else ''}",
     )
     _line(console, f"device cache: {plan.device_blocks} blocks a rank\n")
@@ -127,7 +127,9 @@ def _sizes(plan: Plan) -> Table:
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
     """Hits by replica, the tiers, the verification, and how to run it again."""
-    replicas = _table("replica", "requests", "prompt tokens", "hit device", "hit shm", "hits")
+    sources = ["device", *report["tiers"]]
+    hit_columns = [f"hit {source}" for source in sources]
+    replicas = _table("replica", "requests", "prompt tokens", *hit_columns, "hits")
     for replica in report["replicas"]:
         tokens = replica["prompt_tokens"]
         hits = replica["hit_tokens"]
@@ -137,8 +139,7 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
             str(replica["data_parallel_index"]),
             f"{replica['requests']}{rejected}",
             f"{tokens:,}",
-            f"{hits['device']:,}",
-            f"{hits['shm']:,}",
+            *(f"{hits[source]:,}" for source in sources),
             f"{share:.1%}",
         )
     console.print(replicas)
@@ -159,7 +160,7 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
             _milliseconds(latency["p50"]),
             _milliseconds(latency["p99"]),
             f"{tier['evictions']:,}",
-            f"{tier['usage_bytes'] / tier['capacity_bytes']:.0%}",
+            f"{tier['usage_bytes'] / (tier['capacity_bytes'] or 1):.0%}",
             str(tier["errors"]),
         )
     console.print()

@@ -13,8 +13,9 @@ from typing import Any
 
 import msgspec
 
-from orchestrator import __version__
 from backends.histogram import LatencyHistogram
+from orchestrator import __version__
+from orchestrator.lower_tiers import lower_tiers
 from orchestrator.plan import Plan, write_atomic
 from orchestrator.problems import Problem
 from orchestrator.rundir import RunDir
@@ -67,7 +68,10 @@ def build_report(plan: Plan, state: RunState, duration_s: float, reproduce: str)
         "ready_s": state.ready_s,
         "duration_s": duration_s,
         "replicas": [_replica(result) for result in results],
-        "tiers": {"shm": _shm(plan, results)},
+        "tiers": {
+            "shm": _shm(plan, results),
+            **{name: _lower(name, results) for name in lower_tiers(plan.settings)},
+        },
         "verification": verification,
         "failures": [asdict(failure) for failure in sorted(state.failures, key=lambda f: f.t)],
     }
@@ -76,6 +80,8 @@ def build_report(plan: Plan, state: RunState, duration_s: float, reproduce: str)
 def _replica(result: dict[str, Any]) -> dict[str, Any]:
     stats = result["stats"]
     hits = {"device": stats["hit_tokens_device"], "shm": stats["hit_tokens_shm"]}
+    for name in result["lower_tiers"]:
+        hits[name] = stats["hit_tokens_below"].get(name, 0)
     return {
         "data_parallel_index": result["data_parallel_index"],
         "engine_id": result["engine_id"],
@@ -118,6 +124,33 @@ def _shm(plan: Plan, results: list[dict[str, Any]]) -> dict[str, Any]:
         "usage_bytes": sum(result["rows_used"] for result in results) * plan.region.row_bytes,
         "capacity_bytes": plan.region.rows * plan.region.row_bytes * len(plan.replicas),
         "errors": primary("errors"),
+    }
+
+
+BYTES = {"store": "stored_bytes", "load": "loaded_bytes"}
+
+
+def _lower(name: str, results: list[dict[str, Any]]) -> dict[str, Any]:
+    """A tier under the region. What it holds is that of all replicas together, if they share it."""
+    found = [result["lower_tiers"][name] for result in results]
+    latency = LatencyHistogram()
+    for tier in found:
+        counts = tier["load_latency"]["counts"]
+        latency.merge(LatencyHistogram({int(bucket): n for bucket, n in counts.items()}))
+    rates = {
+        what: [t[BYTES[what]] / t[f"{what}_s"] for t in found if t[f"{what}_s"] > 0]
+        for what in ("store", "load")
+    }
+    summed = ("lookups", "hits", "stores", "stored_bytes", "loaded_bytes", "evictions")
+    return {
+        **{key: sum(tier[key] for tier in found) for key in summed},
+        "store_bytes_per_s": sum(rates["store"]) or None,
+        "load_bytes_per_s": sum(rates["load"]) or None,
+        "load_latency_s": {f"p{p}": latency.percentile_s(p) for p in (50, 95, 99)},
+        "usage_bytes": max((tier["usage"]["bytes"] for tier in found), default=0),
+        "capacity_bytes": max((tier["usage"]["capacity_bytes"] or 0 for tier in found), default=0),
+        **{key: sum(tier[key] for tier in found) for key in ("errors", "shed", "late", "corrupt")},
+        "replicas": [tier["own"] for tier in found],
     }
 
 

@@ -40,10 +40,32 @@ class ShmTierConf:
 
 
 @dataclass(frozen=True)
+class FsTierConf:
+    """The filesystem tier; `backends.tier.filesystem.settings` says what each setting means."""
+
+    paths: list[str] = field(default_factory=lambda: ["kvcache"])
+    capacity: str = "4GiB"  # of all paths, for all replicas together
+    high_watermark: float = 0.95
+    low_watermark: float = 0.90
+    durability: str = "none"
+    threads: int = 8
+    queue_blocks: int = 1024
+    queue_bytes: str = "4GiB"
+    placement: str = "shared"
+    direct: str = "auto"
+    verify: bool = True
+    quarantine_limit_bytes: str = "256MiB"
+    free_reserve_bytes: str = "128MiB"
+    probe_interval_s: float = 1.0
+    stagger_s: float = 0.05
+
+
+@dataclass(frozen=True)
 class StackConf:
     """Settings of every tier, by name."""
 
     shm: ShmTierConf = field(default_factory=ShmTierConf)
+    fs: FsTierConf = field(default_factory=FsTierConf)
 
 
 @dataclass(frozen=True)

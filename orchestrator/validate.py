@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,9 @@ from backends.errors import RegionError
 from backends.layout import check_sharding
 from backends.region.space import check_node_space, headroom_bytes
 from backends.region.spec import HEADER_BYTES, row_bytes_for
+from backends.tier.registry import TierRegistry
+from backends.tier.settings import SettingsError
+from orchestrator.lower_tiers import lower_tiers
 from orchestrator.model import check_model, resolve_model
 from orchestrator.plan import Geometry, cache_config, geometry
 from orchestrator.problems import ConfigProblems, Problem
@@ -63,6 +66,7 @@ def validate(config: Config, run_dir: Path) -> Validated:
         problems += found
     problems += _spawn(config, topology)
     problems += _settings(config)
+    problems += _lower_tiers(config, on_this_machine)
     if _clear(problems, *_UNITS):
         problems += [] if topology is None else _units(config, topology)
         problems += _workload(config, topology or _SIMPLEST)
@@ -254,6 +258,44 @@ def _workload(config: Config, topology: Topology) -> Iterator[Problem]:
         key = "engine.tokens_per_hash" if name == "tokens_per_hash" else f"workload.{name}"
         limit, _, fix = message.partition("; ")
         yield Problem(key, None, limit, fix or f"set {key} to such a value")
+
+
+def _lower_tiers(config: Config, on_this_machine: bool) -> Iterator[Problem]:
+    """Settings of the tiers under the region, as each tier itself checks them; then its disks."""
+    for name, given in lower_tiers(config).items():
+        try:
+            settings = TierRegistry().find(name).settings(given)
+        except SettingsError as error:
+            for found in error.problems:
+                key = ".".join(filter(None, ("tiers.stack", name, found.key)))
+                yield Problem(key, found.value, found.expected, found.fix)
+        else:
+            if name == "fs" and on_this_machine:
+                yield from _disks(settings.paths, settings.capacity)
+
+
+def _disks(paths: Sequence[str], capacity_bytes: int) -> Iterator[Problem]:
+    """Each path, or the nearest directory above it that exists: can it be written, is it a place
+    for its share of the capacity?"""
+    key = "tiers.stack.fs.paths"
+    for path in map(Path, paths):
+        there = next((p for p in (path, *path.parents) if p.exists()), path)
+        if not there.is_dir():
+            yield Problem(key, str(path), f"{there} is not a directory", "name a directory")
+        elif not os.access(there, os.W_OK | os.X_OK):
+            limit = f"{there} cannot be written by this user"
+            yield Problem(key, str(path), limit, "name a directory that this user may write to")
+        else:
+            share = capacity_bytes // len(paths)
+            room = os.statvfs(there)
+            if room.f_blocks * room.f_frsize < share:
+                yield Problem(
+                    "tiers.stack.fs.capacity",
+                    format_size(capacity_bytes),
+                    f"{path} is on a disk of {format_size(room.f_blocks * room.f_frsize)}, its "
+                    f"share is {format_size(share)}",
+                    "make tiers.stack.fs.capacity smaller, or name more paths",
+                )
 
 
 def _run_dir(run_dir: Path) -> Iterator[Problem]:

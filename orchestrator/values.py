@@ -17,17 +17,18 @@ from orchestrator.units import parse_size
 
 # What is known to come, so that it is refused as not there yet instead of as a misspelling.
 NOT_YET: dict[str, tuple[str, ...]] = {
-    "tiers": ("shm_fs", "shm_object", "shm_fs_object", "shm_fs_s3"),
-    "tier": ("fs", "object"),
+    "tiers": ("shm_object", "shm_fs_object", "shm_fs_s3"),
+    "tier": ("object",),
     "engine": ("vllm",),
     "spawn": ("ray", "slurm"),
     "action": ("doctor", "simulate", "export"),
-    "tiers.order": ("fs", "object"),
+    "tiers.order": ("object",),
     "spawn.kind": ("ray", "slurm"),
     "engine.kind": ("vllm",),
     "spawn.scope": ("node",),
 }
 
+TIERS = ("shm", "fs")
 CPU_KERNELS = ("auto", "numpy", "c-portable", "c-avx2", "c-avx512")
 CUDA_KERNELS = ("auto", "cuda", "cuda-pinned", "cuda-pageable")
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -166,9 +167,9 @@ def _check_order(key: str, order: list[str]) -> list[Problem]:
     for name in order:
         if name in NOT_YET[key]:
             problems.append(not_yet(key, name))
-        elif name != "shm":
-            problems.append(Problem(key, name, "is not a tier", did_you_mean(str(name), ["shm"])))
-    if not order or (order[0] != "shm" and "shm" in order):
+        elif name not in TIERS:
+            problems.append(Problem(key, name, "is not a tier", did_you_mean(str(name), TIERS)))
+    if not order or (order[0] != "shm" and not problems):
         problems.append(Problem(key, list(order), "must begin with 'shm'", f"set {key}=[shm]"))
     if len(set(order)) != len(order):
         problems.append(Problem(key, list(order), "names a tier twice", "name each tier once"))

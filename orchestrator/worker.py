@@ -22,8 +22,10 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from backends.machine import host_identity
 from backends.region.region import Region
+from backends.stack import TierStack
 from orchestrator.engine.replica import Leader, follow, step_codec
 from orchestrator.engine.runner import WorkerRunner
+from orchestrator.engine.tiers import open_stack
 from orchestrator.events import EventWriter
 from orchestrator.groups import Group, Identity, TorchGroup, assert_planned, find_identity
 from orchestrator.plan import Plan, WorkerPlan, read_plan, write_atomic
@@ -32,6 +34,9 @@ from orchestrator.rundir import ReplicaDir, RunDir
 from orchestrator.spawn.lifeline import die_with_parent
 from orchestrator.workload.source import stream_for_replica
 from orchestrator.workloads import workload_spec
+
+DRAIN_TIMEOUT_S = 60.0
+"""How long the last stores may take to land when all requests are served."""
 
 
 @record
@@ -70,11 +75,12 @@ def run_worker(
         device = _device(plan, planned)
         _pin(plan, region, device)
         runner = _runner(plan, index, identity, device, region)
+        below = open_stack(plan, index, region) if identity.leader else None
         try:
             group.all_gather_json(None)  # nobody serves before everybody can
             events.write("ready")
             started_s = time.monotonic()
-            leader = _serve(plan, index, group, identity, runner, region, events)
+            leader = _serve(plan, index, group, identity, runner, region, events, below)
             answer = {
                 "rank": identity.rank,
                 "pid": os.getpid(),
@@ -90,10 +96,13 @@ def run_worker(
             answers = group.all_gather_json(answer)
             if leader is not None:
                 leader.finish()
-                _write_result(directory, plan, index, leader, answers)
+                drained = below is None or below.drain(DRAIN_TIMEOUT_S)
+                _write_result(directory, plan, index, leader, answers, drained)
                 leader.close()
         finally:
             runner.close()
+            if below is not None:
+                below.close()
     events.write("done")
 
 
@@ -164,6 +173,7 @@ def _serve(
     runner: WorkerRunner,
     region: Region,
     events: EventWriter,
+    below: TierStack | None,
 ) -> Leader | None:
     if not identity.leader:
         follow(runner, step_codec(plan), group)
@@ -172,7 +182,7 @@ def _serve(
     def progress(fields: dict[str, Any]) -> None:
         events.write("progress", **fields)
 
-    leader = Leader(plan, runner, region, group, progress)
+    leader = Leader(plan, runner, region, group, progress, below)
     spec = workload_spec(plan.settings.workload, plan.cache)
     stream = stream_for_replica(spec, plan.topology.data_parallel_size, index)
     leader.serve(stream)
@@ -181,7 +191,12 @@ def _serve(
 
 
 def _write_result(
-    directory: ReplicaDir, plan: Plan, index: int, leader: Leader, workers: list[dict[str, Any]]
+    directory: ReplicaDir,
+    plan: Plan,
+    index: int,
+    leader: Leader,
+    workers: list[dict[str, Any]],
+    drained: bool,
 ) -> None:
     result = {
         "data_parallel_index": index,
@@ -190,6 +205,8 @@ def _write_result(
         "primary": asdict(leader.index.counters),
         "rows_used": leader.index.rows_used,
         "workers": workers,
+        "lower_tiers": {} if leader.below is None else leader.below.report(),
+        "drained": drained,
     }
     write_atomic(directory.result, msgspec.json.encode(result))
 

@@ -14,7 +14,7 @@ import pytest
 from tests.kit import REPO
 
 HYDRA = ("hydra", "omegaconf")
-TIER_COMMON = ("base", "registry", "__init__")
+TIER_COMMON = ("base", "blocking", "registry", "settings", "__init__")
 """Modules of `backends.tier` that every tier may import."""
 
 

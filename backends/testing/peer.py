@@ -6,6 +6,7 @@ is opened there as in any other engine.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import pickle
@@ -13,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -108,34 +110,31 @@ class Peer:
     def end(self) -> Any:
         return self._answer()
 
-    def begin_storing(self, keys: Sequence[BlockKey], batch: int) -> None:
-        """Submit these at once, in jobs of `batch`, and tell of each; to be killed on the way.
+    def store_and_die(self, keys: Sequence[BlockKey], moment: float) -> list[BlockKey]:
+        """Store these all at once, and be killed on the way; the keys that are told DONE by then.
 
-        Returns when all is prepared and nothing is submitted yet.
+        `moment` is when, in units of the time that a store of all `keys` should take: it is
+        measured over there on the first third of them. The process dies as by SIGKILL, of a timer's
+        signal, because another process would often come too late to kill it.
         """
-        self._ask("store_batches", tuple(keys), batch)
-
-    def stored(self) -> list[BlockKey]:
-        """Wait for the next job of `begin_storing` that ends: its keys that are DONE."""
-        done: list[BlockKey] = self._answer()
-        return done
-
-    def kill(self) -> list[BlockKey]:
-        """SIGKILL. Of `begin_storing`: keys that are DONE and that `stored` has not told of."""
-        self._process.kill()
-        self._process.wait()
+        self.begin("store_and_die", tuple(keys), moment)
         done: list[BlockKey] = []
-        try:
-            while not self._connection.closed and self._connection.poll():
+        # The last message may have been cut off in the middle.
+        with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
+            while self._connection.poll(2 * self._patience_s + 30):
                 kind, value = self._connection.recv()
                 if kind == "error":
                     raise PeerFailed(value)
-                done += value or ()
-        # The last message may have been cut off in the middle.
-        except (EOFError, OSError, pickle.UnpicklingError):
-            pass
-        self._connection.close()
+                done += value
+        if self._process.wait(self._patience_s) != -signal.SIGALRM:
+            raise PeerFailed(f"the other process ended with {self._process.returncode}")
         return done
+
+    def kill(self) -> None:
+        """SIGKILL, whatever it is doing. May be called again."""
+        self._process.kill()
+        self._process.wait()
+        self._connection.close()
 
     def _ask(self, method: str, *arguments: object) -> Any:
         self.begin(method, *arguments)
@@ -171,8 +170,8 @@ def serve(fd: int) -> None:
         connection.send(("ready", None))
         while True:
             method, arguments = connection.recv()
-            if method == "store_batches":
-                _store_batches(connection, bench, *arguments)
+            if method == "store_and_die":
+                _store_and_die(connection, bench, *arguments)
             elif method == "counters":
                 connection.send(("answer", bench.tier.counters()))
             else:
@@ -186,20 +185,24 @@ def serve(fd: int) -> None:
         raise
 
 
-def _store_batches(
-    connection: Connection, bench: TierBench, keys: Sequence[BlockKey], batch: int
+def _store_and_die(
+    connection: Connection, bench: TierBench, keys: Sequence[BlockKey], moment: float
 ) -> None:
+    first = len(keys) // 3
     rows = bench.take(len(keys))
     for row, key in zip(rows, keys, strict=True):
         bench.rows.fill(row, key)
-    connection.send(("ready", None))
+    began_s = time.monotonic()
+    bench.wait(*(bench.submit_rows([keys[at]], [rows[at]]) for at in range(first)))
+    connection.send(("answer", keys[:first]))
+    took_s = (time.monotonic() - began_s) * len(keys) / first
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, max(moment * took_s, 1e-6))
     # All at once: then the tier does nothing but write, and dies writing.
-    waiting = {}
-    for begin in range(0, len(keys), batch):
-        some = keys[begin : begin + batch]
-        waiting[bench.submit_rows(some, rows[begin : begin + batch])] = some
-    while waiting:
+    waiting = {
+        bench.submit_rows([keys[at]], [rows[at]]): keys[at] for at in range(first, len(keys))
+    }
+    while True:
         for result in bench.poll():
-            ended = zip(waiting.pop(result.job_id), result.outcomes, strict=True)
-            done = [key for key, outcome in ended if outcome is Outcome.DONE]
-            connection.send(("answer", done))
+            key = waiting.pop(result.job_id)
+            connection.send(("answer", [key] if result.outcomes == (Outcome.DONE,) else []))

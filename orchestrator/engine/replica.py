@@ -56,7 +56,7 @@ class Leader:
         """`below` are the tiers under the region, if there are any; the caller closes them."""
         topology = plan.topology
         self._codec = step_codec(plan)
-        self._below = below
+        self.below = below
         held = () if below is None else below.held_rows
         self._index = PrimaryIndex(plan.region.rows, len(plan.groups), held)
         self._scheduler = Scheduler(
@@ -145,9 +145,9 @@ class Leader:
         for chunk in there:
             for row in chunk.rows:
                 set_state(self._headers[row], COMPLETE)
-        if self._below is not None:
-            self._below.store(there)
-            self._below.step()
+        if self.below is not None:
+            self.below.store(there)
+            self.below.step()
 
     def _tell(self, *, now: bool = False) -> None:
         time_s = time.monotonic()

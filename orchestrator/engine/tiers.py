@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
 
 from backends.layout import geometry_facts
 from backends.region.region import Region
 from backends.stack import StackSettings, TierStack
 from backends.tier.base import Tier, TierContext
 from backends.tier.registry import TierRegistry
+from orchestrator.lower_tiers import lower_tiers
 from orchestrator.plan import Plan
 
 
@@ -33,20 +33,12 @@ def tier_context(plan: Plan, index: int, region: Region) -> TierContext:
     )
 
 
-def tier_settings(plan: Plan) -> dict[str, dict[str, Any]]:
-    """What the configuration says of each tier under the region, nearest first."""
-    stack = plan.settings.tiers.stack
-    return {
-        name: asdict(getattr(stack, name)) for name in plan.settings.tiers.order if name != "shm"
-    }
-
-
 def open_stack(plan: Plan, index: int, region: Region) -> TierStack | None:
     """The tiers under the region, opened; None if there are none. Raises TierError."""
     context = tier_context(plan, index, region)
     registry, tiers = TierRegistry(), list[Tier]()
     try:
-        for name, given in tier_settings(plan).items():
+        for name, given in lower_tiers(plan.settings).items():
             entry = registry.find(name)
             tiers.append(entry.open(context, entry.settings(given, f"tiers.stack.{name}")))
     except BaseException:

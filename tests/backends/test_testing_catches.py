@@ -37,10 +37,10 @@ def test_every_broken_tier_is_caught(tmp_path: Path) -> None:
     ran: dict[str, dict[str, set[str]]] = defaultdict(lambda: {"failed": set(), "passed": set()})
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         kinds = {child.tag for child in case}
-        if "skipped" not in kinds:
-            ended = "failed" if kinds & {"failure", "error"} else "passed"
-            tier = case.attrib["classname"].rpartition(".")[2]
-            ran[tier][ended].add(case.attrib["name"].partition("[")[0])
+        assert "skipped" not in kinds, case.attrib
+        ended = "failed" if kinds & {"failure", "error"} else "passed"
+        tier = case.attrib["classname"].rpartition(".")[2]
+        ran[tier][ended].add(case.attrib["name"].partition("[")[0])
     # Of a test with parameters, one that fails is enough.
     missed = {tier: tests["passed"] - tests["failed"] for tier, tests in ran.items()}
     assert {tier: names for tier, names in missed.items() if names} == {}

@@ -28,6 +28,7 @@ MODELS = [option for group, option in OPTIONS if group == "model"]
 NEEDS = {
     ("model", "hf"): [f"model.hf_config={REPO}/tests/data/hf/llama_3_1_8b.json"],
     ("workload", "trace"): ["workload.path=/some/trace.jsonl"],
+    ("tier", "fs"): ["tiers=shm_fs"],
 }
 
 

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.events import PHASES
 from orchestrator.rundir import ReplicaDir
 from orchestrator.spawn.agent import first_to_fail
-from orchestrator.supervise import PHASES, RunState, start_timeout
+from orchestrator.supervise import RunState, start_timeout
 from tests.kit import plan_for
 from tests.orchestrator.harness import Launch, ahead, launched, ran_ahead
 
@@ -58,7 +59,6 @@ def victim_pid(launch: Launch, victim: str) -> int:
     ("signum", "moment", "backing"),
     [
         (signal.SIGINT, "importing", "shm"),
-        (signal.SIGTERM, "importing", "memfd"),
         (signal.SIGTERM, "started", "shm"),
         (signal.SIGINT, "serving", "memfd"),
         (signal.SIGTERM, "serving", "shm"),
@@ -105,7 +105,6 @@ def test_a_launcher_under_nohup_survives_its_terminal(home: Path) -> None:
         ("zygote", "importing", "memfd", "launcher process that holds all agents ended: killed by"),
         ("zygote", "serving", "shm", "launcher process that holds all agents ended: killed by"),
         ("agent 1", "started", "shm", "replica 1: its torchrun agent ended: killed by"),
-        ("agent 0", "serving", "memfd", "replica 0: its torchrun agent ended: killed by"),
         ("worker 1 1", "started", "shm", "replica 1, rank 1: killed by"),
         ("worker 1 0", "serving", "memfd", "replica 1, rank 0: killed by"),
         ("worker 0 1", "serving", "shm", "replica 0, rank 1: killed by"),
@@ -142,15 +141,15 @@ def test_a_killed_launcher_leaves_nothing(home: Path, moment: str, backing: str)
         launch.assert_gone(since_s)
 
 
-@pytest.mark.parametrize("victim", ["parent", "zygote", "agent"])
+@pytest.mark.parametrize("victim", ["parent", "zygote"])
 @ahead
 def test_workers_that_still_import_torch_are_ended_as_well(home: Path, victim: str) -> None:
     """Started afresh and not forked, they have not yet asked to die with their agent."""
     with launched(home, "parallel=dp1_tp2", "spawn.start_method=spawn") as launch:
         launch.wait("the spawned workers", lambda: len(launch.spawned()) == 2)
-        pid = {"parent": launch.popen.pid, "zygote": launch.zygote(), "agent": launch.agents()[0]}
+        pid = victim_pid(launch, victim)
         since_s = time.monotonic()
-        os.kill(pid[victim] or 0, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         launch.assert_gone(since_s)
 
 
@@ -240,10 +239,13 @@ def test_a_stopped_worker_is_named_when_start_up_takes_too_long(home: Path) -> N
     for attempt, limit_s in enumerate((8, 30, 90)):
         timeout = f"spawn.start_timeout_s={limit_s}"
         with launched(home / str(attempt), timeout, *BACKINGS["shm"]) as launch:
-            worker = launch.wait_phase("started", 1, 1)
+            launch.wait("a worker or the deadline", lambda: launch.worker(1, 1) or launch.err)
+            worker = launch.worker(1, 1)
+            if worker is None:
+                continue  # the machine was too busy to get that far
             os.kill(worker, signal.SIGSTOP)
             if launch.reached("ready", 1, 1):
-                continue  # the machine was too busy to stop it in time
+                continue  # or to stop it in time
             assert launch.wait_end() == 1
             launch.assert_gone(time.monotonic())
             assert f"within spawn.start_timeout_s = {limit_s} s" in launch.err

@@ -108,11 +108,18 @@ OPTIONS = [
     row("experiment/nope=1", told=["experiment/nope", "did you mean 'experiment'?"]),
 ]
 TO_COME = [
-    row("tiers=shm_fs", told=["tiers is 'shm_fs'", NOT_YET]),
-    row("tiers.order=[shm,fs]", told=["tiers.order is 'fs'", NOT_YET]),
-    row("tiers.order=[shm,fs,object]", told=["'fs'", "'object'", NOT_YET]),
-    row("tiers.stack.fs.paths=[/data]", told=["tiers.stack.fs.paths is '[/data]'", NOT_YET]),
-    row("+tier@tiers.stack.fs=fs", told=["tier is 'fs'", NOT_YET]),
+    row("tiers=shm_object", told=["tiers is 'shm_object'", NOT_YET]),
+    row("tiers.order=[shm,object]", told=["tiers.order is 'object'", NOT_YET]),
+    row("tiers.order=[fs]", told=["tiers.order is ['fs']", "begin with 'shm'"]),
+    row("tiers.stack.object.url=[x]", told=["tiers.stack.object.url is '[x]'", NOT_YET]),
+    row("+tier@tiers.stack.object=object", told=["tier is 'object'", NOT_YET]),
+    row("tiers=shm_fs", "tiers.stack.fs.paths=[]", told=["tiers.stack.fs", "paths is empty"]),
+    row("tiers=shm_fs", "tiers.stack.fs.paths=[/proc/version/x]", told=["not a directory"]),
+    row("tiers=shm_fs", "tiers.stack.fs.capacity=8gigs", told=["tiers.stack.fs.capacity is '8gigs'"]),
+    row("tiers=shm_fs", "tiers.stack.fs.capacity=1000TiB", told=["tiers.stack.fs.capacity"]),
+    row("tiers=shm_fs", "tiers.stack.fs.durability=ful", told=["durability is 'ful'", "'full'"]),
+    row("tiers=shm_fs", "tiers.stack.fs.high_watermark=2", told=["watermarks"]),
+    row("tiers=shm_fs", "tiers.stack.fs.path=[a]", told=["tiers.stack.fs.paths"]),
     row("spawn=ray", told=["spawn is 'ray'", NOT_YET]),
     row("spawn.kind=ray", told=["spawn.kind is 'ray'", NOT_YET]),
     row("spawn.scope=node", told=["spawn.scope is 'node'", NOT_YET]),
@@ -410,7 +417,7 @@ def test_unknown_keys_wrong_types_and_wrong_values_are_told_together(
 ) -> None:
     typed = (
         *("region.sizee=1GiB", "foo=1", "region.size=8gigs", "parallel.tensor_parallel_size=two"),
-        *("engine=vllm", "model=nope", "action=rum", "tiers.order=[shm,fs]", "a=[", "~spawn"),
+        *("engine=vllm", "model=nope", "action=rum", "tiers.order=[shm,object]", "a=[", "~spawn"),
     )
     found = refusal(typed, tmp_path)
     assert [problem.key for problem in found.problems] == [

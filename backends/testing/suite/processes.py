@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Iterator, Sequence
 
 from backends.block import BlockKey
@@ -18,7 +17,7 @@ DONE, MISSING, SHED = Outcome.DONE, Outcome.MISSING, Outcome.SHED
 
 
 class ProcessTests(SuiteBase):
-    kills: int = 8
+    kills: int = 5
     """How many writers are killed, at random moments."""
     killed_row_bytes: int = 64 * 4096
     """Size of the blocks they write: writing should be what takes their time."""
@@ -44,18 +43,13 @@ class ProcessTests(SuiteBase):
         self, open_bench: OpenBench, harness: TierHarness
     ) -> None:
         chance = random.Random(11)
-        count, batch = min(self.rows, 24), 2
-        keys = {n: make_keys(f"killed {n}", count) for n in range(self.kills)}
+        keys = {n: make_keys(f"killed {n}", min(self.rows, 18)) for n in range(self.kills)}
         told: list[BlockKey] = []
         # All at once: starting an interpreter takes far longer than the rest.
         peers = [self.peer(harness, None, self.killed_row_bytes) for _ in range(self.kills)]
         try:
             for number, peer in enumerate(peers):
-                peer.ready().begin_storing(keys[number], batch)
-                for _ in range(chance.randrange(count // batch - 2)):
-                    told += peer.stored()
-                time.sleep(chance.uniform(0.0, 0.001))
-                told += peer.kill()
+                told += peer.ready().store_and_die(keys[number], chance.uniform(0.0, 0.5))
         finally:
             for peer in peers:
                 peer.kill()
@@ -130,9 +124,9 @@ class ProcessTests(SuiteBase):
         keys = make_keys("dying", 16)
         bench = open_bench()
         with self.peer(harness) as peer:
-            peer.ready().begin_storing(keys, batch=16)
+            peer.ready()
             bench.tier.lookup(keys)
-            peer.kill()
+            peer.store_and_die(keys, 0.3)
         assert Lookup.PENDING not in bench.lookup(keys)
         assert bench.store(keys) == [DONE] * 16
         assert bench.load(keys) == [DONE] * 16

@@ -19,11 +19,12 @@ from backends import block
 from backends.block import BlockKey
 from backends.tier.filesystem import naming
 from backends.tier.filesystem.io import ALIGNMENT_BYTES, DIRECTORY, Bytes
-from backends.tier.filesystem.ledger import Ledger
+from backends.tier.filesystem.ledger import Ledger, Totals
 from backends.tier.filesystem.naming import Namespace
 from backends.tier.filesystem.place import Place
 from backends.tier.filesystem.probe import Direct
 from backends.tier.filesystem.quarantine import Quarantine
+from backends.tier.filesystem.spares import Spares
 from backends.tier.filesystem.transfer import Scratch, read_row, write_row
 
 # What open gives for a name that is no regular file: a link, a directory, a socket, a device.
@@ -75,7 +76,8 @@ class BlockFiles:
         ledger: Ledger,
         quarantine: Quarantine,
         form: BlockFormat,
-        limit_bytes: Callable[..., int],
+        limit_bytes: Callable[[Totals], int],
+        spares: Spares,
     ) -> None:
         self._place = place
         self._io = place.io
@@ -86,6 +88,7 @@ class BlockFiles:
         self._pages = Scratch(ALIGNMENT_BYTES)
         self._rows = Scratch(form.row_bytes)
         self._owed: list[int] = []
+        self.spares = spares
         self.direct = Direct(False, "not opened yet")
 
     def store(
@@ -138,6 +141,12 @@ class BlockFiles:
             wrong = self._wrong_file(found)
             if wrong is None:
                 wrong = self._wrong_bytes(row[: read_row(self._io, fd, row)], key)
+            if (
+                wrong is None
+                and not self._form.verify
+                and not self._still_named(key, block_id, found)
+            ):
+                wrong = "lost its name while it was read"
             if wrong is None:
                 if found.st_atime_ns < touch_before_ns:
                     # A read-only disk is no reason to miss.
@@ -147,7 +156,9 @@ class BlockFiles:
                 return found.st_atime_ns
         finally:
             self._io.close(fd)
-        self.put_away(key, block_id, found)
+        if not self.put_away(key, block_id, found):
+            # It lost its name on the way, so it may have been written over: no damage.
+            raise FileNotFoundError(errno.ENOENT, "it was evicted while it was read")
         raise BlockWrong(wrong)
 
     def holds(self, key: BlockKey, block_id: int) -> bool:
@@ -164,19 +175,50 @@ class BlockFiles:
         finally:
             self._io.close(fd)
 
-    def remove(self, leaf: str, name: str, shard: int, unless_used_after_ns: int) -> Removal:
-        """Evict one block of any namespace, unless somebody used it later."""
+    def remove(
+        self, leaf: str, name: str, shard: int, unless_used_after_ns: int, *, spare: bool
+    ) -> Removal:
+        """Evict one block of any namespace, unless somebody used it later.
+
+        `spare`: keep its file to be written over, if it can be.
+        """
         try:
             with self._place.directory(leaf) as directory:
                 found = self._io.stat(directory, name)
                 if found.st_atime_ns > unless_used_after_ns:
                     return Removal(0, found.st_atime_ns)
-                with self._ledger.shard(shard):
-                    self._io.unlink(directory, name)
-                    self._ledger.add(shard, -found.st_size, -1)
+                # Another name of the same file is somebody's copy of it: not to be written over.
+                fits = found.st_size == self._form.row_bytes and found.st_nlink == 1
+                if spare and fits and stat.S_ISREG(found.st_mode):
+                    self._make_spare(directory, name, shard)
+                else:
+                    with self._ledger.shard(shard):
+                        self._io.unlink(directory, name)
+                        self._ledger.add(shard, -found.st_size, -1)
                 return Removal(found.st_size, None)
         except FileNotFoundError:
             return Removal(0, None)
+
+    def drop_spares(self) -> None:
+        """Delete all spare files."""
+        for name in self.spares.take_all():
+            self._discard(name)
+            self._ledger.drop_spare(self._form.row_bytes)
+
+    def _make_spare(self, directory: int, name: str, shard: int) -> None:
+        new, nbytes = self._place.new_name(), self._form.row_bytes
+        self._ledger.add_spare(nbytes)
+        moved = False
+        try:
+            with self._ledger.shard(shard):
+                self._io.replace(directory, name, self._place.temporary, new)
+                moved = True
+                self._ledger.add(shard, -nbytes, -1)
+        finally:
+            if moved:
+                self.spares.put(new)
+            else:
+                self._ledger.drop_spare(nbytes)
 
     def put_away(self, key: BlockKey, block_id: int, seen: os.stat_result | None = None) -> bool:
         """Quarantine what has this key's name, if it is still what was `seen`."""
@@ -197,6 +239,16 @@ class BlockFiles:
 
     # Pieces of these.
 
+    def _still_named(self, key: BlockKey, block_id: int, seen: os.stat_result) -> bool:
+        """Whether a file that was read has its name still: then it was whole all the time."""
+        flags = os.O_PATH | os.O_NOFOLLOW
+        fd = self._io.open(self._place.root, self._path(key, block_id), flags)
+        try:
+            now = self._io.fstat(fd)
+        finally:
+            self._io.close(fd)
+        return (now.st_dev, now.st_ino) == (seen.st_dev, seen.st_ino)
+
     def _path(self, key: BlockKey, block_id: int) -> str:
         return f"{self._form.namespace.leaf(block_id)}/{naming.block_name(key)}"
 
@@ -204,19 +256,23 @@ class BlockFiles:
         root, path = self._place.root, self._form.namespace.leaf(block_id)
         with contextlib.suppress(FileNotFoundError):
             return self._io.open(root, path, DIRECTORY)
-        at = root
+        return self._make_below(root, path)
+
+    def _make_below(self, root: int, path: str) -> int:
+        """Make a directory, and those above it that are missing, and open it."""
+        above, _, name = path.rpartition("/")
+        if not above:
+            self._place.make_directory(root, name)
+            return self._io.open(root, name, DIRECTORY)
         try:
-            for part in path.split("/"):
-                self._place.make_directory(at, part)
-                below = self._io.open(at, part, DIRECTORY)
-                if at != root:
-                    self._io.close(at)
-                at = below
-        except BaseException:
-            if at != root:
-                self._io.close(at)
-            raise
-        return at
+            parent = self._io.open(root, above, DIRECTORY)
+        except FileNotFoundError:
+            parent = self._make_below(root, above)
+        try:
+            self._place.make_directory(parent, name)
+            return self._io.open(parent, name, DIRECTORY)
+        finally:
+            self._io.close(parent)
 
     def _settle(self, leaf: int, name: str, key: BlockKey, block_id: int) -> bool:
         """Whether the right block is there already; something wrong in its place is put away.
@@ -268,22 +324,48 @@ class BlockFiles:
         make_room: Callable[[int], Room],
     ) -> None:
         """Raises FileExistsError if another writer's file has the name by now."""
-        self._reserve(make_room)
+        spare = self._obtain(make_room)
         counted = True
         try:
             created_ns = _file_time_ns(block.read_header(row))
             block.seal(row, row.size - block.HEADER_BYTES)
-            temporary = self._write_temporary(row, used_ns, created_ns)
+            temporary = self._write_temporary(spare, row, used_ns, created_ns)
             counted = self._publish(temporary, leaf, name, naming.shard_of(block_id))
         finally:
             if counted:
                 self._ledger.release(row.size)
 
-    def _write_temporary(self, row: Bytes, used_ns: int, created_ns: int) -> str:
-        name = self._place.new_name()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if self.direct.on else 0)
-        fd = self._io.open(self._place.temporary, name, flags)
+    def _obtain(self, make_room: Callable[[int], Room]) -> str | None:
+        """Reserve space for a block: the name of a spare file that has it, or None."""
+        nbytes, end_s = self._form.row_bytes, time.monotonic() + _ROOM_TIMEOUT_S
+        while True:
+            spare = self.spares.take()
+            if spare is not None:
+                self._ledger.use_spare(nbytes)
+                return spare
+            short = self._ledger.reserve(nbytes, self._limit_bytes)
+            if short <= 0:
+                return None
+            room = make_room(short)
+            if room is Room.NONE or time.monotonic() > end_s:
+                break
+            if room is Room.LATER:
+                time.sleep(_ROOM_STEP_S)
+        totals = self._ledger.cached
+        limit_bytes = self._limit_bytes(totals)
+        raise NoRoom(
+            f"{self._place.path}: {totals.all_bytes} of {limit_bytes} bytes are used, and nothing "
+            "older can be evicted"
+        )
+
+    def _write_temporary(self, spare: str | None, row: Bytes, used_ns: int, created_ns: int) -> str:
+        """Write a row to a spare or a new file, and flush it as it has to be; its name."""
+        flags = os.O_WRONLY | (os.O_DIRECT if self.direct.on else 0)
+        name = spare or self._place.new_name()
         try:
+            fd = self._io.open(
+                self._place.temporary, name, flags if spare else flags | os.O_CREAT | os.O_EXCL
+            )
             try:
                 write_row(self._io, fd, row)
                 self._io.utime(fd, used_ns, created_ns)
@@ -318,24 +400,6 @@ class BlockFiles:
     def _discard(self, temporary: str) -> None:
         with contextlib.suppress(OSError):
             self._io.unlink(self._place.temporary, temporary)
-
-    def _reserve(self, make_room: Callable[[int], Room]) -> None:
-        end_s = time.monotonic() + _ROOM_TIMEOUT_S
-        while True:
-            short = self._ledger.reserve(self._form.row_bytes, self._limit_bytes)
-            if short <= 0:
-                return
-            room = make_room(short)
-            if room is Room.NONE or time.monotonic() > end_s:
-                break
-            if room is Room.LATER:
-                time.sleep(_ROOM_STEP_S)
-        totals = self._ledger.cached
-        limit_bytes = self._limit_bytes(totals)
-        raise NoRoom(
-            f"{self._place.path}: {totals.all_bytes} of {limit_bytes} bytes are used, and nothing "
-            "older can be evicted"
-        )
 
     def _read_flags(self) -> int:
         # O_NONBLOCK: whoever opens a FIFO that was put in a block's place must not wait.

@@ -33,12 +33,15 @@ class Evictor:
         self._counters = counters
         self._candidates: list[Candidate] = []
 
-    def make_room(self, need_bytes: int, before_ns: int) -> Room:
-        """Evict `need_bytes` of what was used before `before_ns`. Raises OSError."""
+    def make_room(self, need_bytes: int, before_ns: int, *, spare: bool) -> Room:
+        """Evict `need_bytes` of what was used before `before_ns`. Raises OSError.
+
+        `spare`: keep the files to be written over, where they can be.
+        """
         with self._volume.ledger.evicting() as alone:
             if not alone:
                 return Room.LATER
-            freed_bytes = self._evict(need_bytes, before_ns)
+            freed_bytes = self._evict(need_bytes, before_ns, spare)
         return Room.MADE if freed_bytes else Room.NONE
 
     def oldest_ns(self) -> int | None:
@@ -49,7 +52,7 @@ class Evictor:
         found = self._index.least_recent(self._volume.number, 1)
         return found[0].used_ns if found else None
 
-    def _evict(self, need_bytes: int, before_ns: int) -> int:
+    def _evict(self, need_bytes: int, before_ns: int, spare: bool) -> int:
         freed_bytes = 0
         skipped: set[int] = set()
         while freed_bytes < need_bytes:
@@ -61,7 +64,7 @@ class Evictor:
             if self._is_loading(candidate.block_id):
                 skipped.add(candidate.block_id)
                 continue
-            freed_bytes += self._remove(candidate)
+            freed_bytes += self._remove(candidate, spare)
         return freed_bytes
 
     def _next(self, skipped: set[int]) -> Candidate | None:
@@ -77,7 +80,7 @@ class Evictor:
             if not self._candidates:
                 return None
 
-    def _remove(self, candidate: Candidate) -> int:
+    def _remove(self, candidate: Candidate, spare: bool) -> int:
         block_id, volume = candidate.block_id, self._volume
         seen_ns = max(candidate.used_ns, self._index.shown_ns(block_id))
         removal = volume.blocks.remove(
@@ -85,6 +88,7 @@ class Evictor:
             naming.block_name(candidate.key),
             naming.shard_of(block_id),
             seen_ns,
+            spare=spare,
         )
         if removal.used_ns is not None:
             # Another process has used it: it is as recent as that says.

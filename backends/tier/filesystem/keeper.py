@@ -26,6 +26,9 @@ _TICK_S: Final = 0.25
 _BEAT_S: Final = 1.0
 _SWEEP_S: Final = 30.0
 _RESCAN_S: Final = 30.0
+# Stores that have paused for so long are over for now.
+_PAUSE_S: Final = 1.0
+_EVICT_STEP_BYTES: Final = 64 << 20
 
 
 class Keeper:
@@ -57,7 +60,7 @@ class Keeper:
         self._stopped = False
         self._next_beat_s = self._next_sweep_s = self._next_scan_s = 0.0
         self._next_snapshot_s = time.monotonic() + settings.snapshot_interval_s
-        self._saved = 0
+        self._over = False
         name = f"kvquay-fs-keeper-{volume.number}"
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
 
@@ -154,17 +157,42 @@ class Keeper:
             self._volume.blocks.pay(shard)
 
     def _evict(self) -> None:
-        volume = self._volume
-        totals = volume.ledger.cached
+        """Above the high watermark, evict to the low one.
+
+        While stores go on, what they need is evicted ahead of them and no more, for they write over
+        the files. What is above the high watermark, and when they pause all the rest, is deleted.
+        """
+        volume, settings = self._volume, self._settings
+        spares = volume.blocks.spares
+        paused = spares.idle_s() > _PAUSE_S
+        if paused and len(spares):
+            volume.blocks.drop_spares()
+        totals = volume.ledger.totals()
         if not totals.counted:
             return
         limit_bytes = volume.limit_bytes(totals)
-        if totals.all_bytes <= self._settings.high_watermark * limit_bytes:
+        high_bytes = int(settings.high_watermark * limit_bytes)
+        self._over = self._over or self._held_bytes() > high_bytes
+        if not self._over:
             return
-        goal_bytes = int(self._settings.low_watermark * limit_bytes)
-        room = Room.MADE
-        while room is Room.MADE and not self._stopped:
-            over_bytes = volume.ledger.totals().all_bytes - goal_bytes
-            if over_bytes <= 0:
+        low_bytes = int(settings.low_watermark * limit_bytes)
+        disk_is_full = limit_bytes < volume.quota_bytes
+        if not paused and not disk_is_full:
+            while len(spares) < spares.most and self._held_bytes() > low_bytes:
+                if not self._evict_some(1, spare=True):
+                    break
+        goal_bytes = low_bytes if paused or disk_is_full else high_bytes
+        while (over_bytes := self._held_bytes() - goal_bytes) > 0:
+            if not self._evict_some(min(over_bytes, _EVICT_STEP_BYTES), spare=False):
                 break
-            room = self._evictor.make_room(min(over_bytes, 64 << 20), time.time_ns())
+        self._over = self._held_bytes() > low_bytes
+
+    def _held_bytes(self) -> int:
+        """What counts against the watermarks: spare files make room as they are."""
+        ledger = self._volume.ledger
+        return ledger.totals().all_bytes - ledger.spare_bytes
+
+    def _evict_some(self, nbytes: int, *, spare: bool) -> bool:
+        if self._stopped:
+            return False
+        return self._evictor.make_room(nbytes, time.time_ns(), spare=spare) is Room.MADE

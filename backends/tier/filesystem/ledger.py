@@ -63,6 +63,9 @@ _EVICT_LOCK: Final = _SHARD_LOCK + COUNTS
 _LOCKS: Final = _EVICT_LOCK + 1
 # Longer than any step under a lock takes; a holder that was stopped must not stop the others.
 LOCK_TIMEOUT_S: Final = 2.0
+# A lease is at most so many blocks, and one part in so many of the room that is left.
+_LEASE_BLOCKS: Final = 16
+_LEASE_SHARE: Final = 32
 _FOREIGN_SILENCE_S: Final = 60.0
 _LIVENESS_AGE_S: Final = 0.05
 
@@ -95,7 +98,10 @@ class Ledger:
         self._opening = threading.Lock()
         self._fd = -1
         self._slot = -1
-        self._reserved_bytes = 0
+        self._in_use_bytes = 0
+        self._lease_bytes = 0
+        self._spare_bytes = 0
+        self._leased_lately = False
         self._claims = np.zeros(CLAIMS_MAX, dtype="<u8")
         self._claim_places: dict[int, int] = {}
         self._free_places = list(range(CLAIMS_MAX))
@@ -173,7 +179,9 @@ class Ledger:
         with self._state:
             counts = self.counts()
             writers = self._writers()
-            reserved = int(writers["bytes"][writers["used"] == 1].sum())
+            # Of our own place the file may still say more than we have: see `release`.
+            others = (writers["used"] == 1) & (writers["nonce"] != self._writer.nonce)
+            reserved = int(writers["bytes"][others].sum()) + self._own_bytes()
             counted = bool((counts[:, 1] >= 0).all())
             known = np.maximum(counts, 0)
             self.cached = Totals(
@@ -186,30 +194,83 @@ class Ledger:
     def reserve(self, nbytes: int, limit: Callable[[Totals], int]) -> int:
         """Reserve space for one block; the bytes by which it does not fit, 0 if it does.
 
-        `limit` gives the most bytes that there may be, from what there is. Raises OSError.
+        `limit` gives the most bytes that there may be, from what there is. Where there is much
+        room, some blocks more are reserved at once and given to the next calls. Raises OSError.
         """
+        if self._take_from_lease(nbytes):
+            return 0
         self.ensure()
         with self._locked(_TABLE_LOCK):
+            if self._take_from_lease(nbytes):
+                return 0
             totals = self.totals()
-            short = totals.all_bytes + nbytes - limit(totals)
-            if short > 0:
-                return short
+            room = limit(totals) - totals.all_bytes - nbytes
+            lease = min(_LEASE_BLOCKS, max(0, room) // nbytes // _LEASE_SHARE) * nbytes
+            if room < 0:
+                with self._state:
+                    self._write_slot()
+                return -room
             with self._state:
-                self._reserved_bytes += nbytes
+                self._in_use_bytes += nbytes
+                self._lease_bytes += lease
                 try:
                     self._write_slot()
                 except OSError:
-                    self._reserved_bytes -= nbytes
+                    self._in_use_bytes -= nbytes
+                    self._lease_bytes -= lease
                     raise
             return 0
 
     def release(self, nbytes: int) -> None:
         """End a reservation: its file has been counted, or is gone."""
         with self._state:
-            self._reserved_bytes -= nbytes
-            # If it cannot be written now, the next change or heartbeat writes it.
+            self._in_use_bytes -= nbytes
+            # While there is a lease the file goes on saying more than there is, until the next
+            # lease or heartbeat. If it cannot be written now, they write it too.
+            if not self._lease_bytes:
+                with contextlib.suppress(OSError):
+                    self._write_slot()
+
+    # Spare files: on the disk, and nobody's block. They count until they are written over or gone.
+
+    @property
+    def spare_bytes(self) -> int:
+        return self._spare_bytes
+
+    def add_spare(self, nbytes: int) -> None:
+        """Count a file as a spare. Raises OSError, and then it is not counted."""
+        with self._state:
+            self._spare_bytes += nbytes
+            try:
+                self._write_slot()
+            except OSError:
+                self._spare_bytes -= nbytes
+                raise
+
+    def use_spare(self, nbytes: int) -> None:
+        """A spare is being written over: it is a reservation now."""
+        with self._state:
+            self._spare_bytes -= nbytes
+            self._in_use_bytes += nbytes
+
+    def drop_spare(self, nbytes: int) -> None:
+        """A spare is gone."""
+        with self._state:
+            self._spare_bytes -= nbytes
             with contextlib.suppress(OSError):
                 self._write_slot()
+
+    def _own_bytes(self) -> int:
+        return self._in_use_bytes + self._lease_bytes + self._spare_bytes
+
+    def _take_from_lease(self, nbytes: int) -> bool:
+        with self._state:
+            self._leased_lately = True
+            if self._lease_bytes < nbytes:
+                return False
+            self._lease_bytes -= nbytes
+            self._in_use_bytes += nbytes
+            return True
 
     # Claims.
 
@@ -260,6 +321,9 @@ class Ledger:
             if int(writers["nonce"][self._slot]) != self._writer.nonce:
                 self._take_slot_locked()
             with self._state:
+                if not self._leased_lately:
+                    self._lease_bytes = 0
+                self._leased_lately = False
                 self._write_slot()
 
     def dead_writers(self) -> list[tuple[Writer, int]]:
@@ -399,7 +463,7 @@ class Ledger:
             writer = self._writer
             row[0] = (
                 *(writer.host, writer.pid, 1, writer.start_time, writer.nonce),
-                *(self._reserved_bytes, time.time_ns(), (0, 0)),
+                *(self._own_bytes(), time.time_ns(), (0, 0)),
             )
         self._write(_WRITERS_AT + self._slot * 64, row.view(np.uint8))
 

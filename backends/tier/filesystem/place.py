@@ -75,9 +75,7 @@ class Place:
         return any(self.io.fstat(fd).st_nlink == 0 for fd in (self._root, self._temporary))
 
     def close(self) -> None:
-        """Take this writer's directory away. May be called again."""
-        with contextlib.suppress(OSError):
-            self.empty_writer(self.writer)
+        """May be called again."""
         for fd in (self._temporary, self._root):
             if fd >= 0:
                 with contextlib.suppress(OSError):

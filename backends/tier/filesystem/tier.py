@@ -337,7 +337,7 @@ class FilesystemTier(Tier):
         def make_room(short_bytes: int) -> Room:
             if len(self._lanes) > 1 and not task.moved:
                 self._look_elsewhere(lane, task)
-            return lane.evictor.make_room(short_bytes, task.used_ns)
+            return lane.evictor.make_room(short_bytes, task.used_ns, spare=True)
 
         def store() -> bool:
             return volume.blocks.store(task.key, task.block_id, row, task.used_ns, make_room)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import time
 from typing import Final
@@ -17,9 +18,13 @@ from backends.tier.filesystem.place import Place
 from backends.tier.filesystem.probe import probe_direct
 from backends.tier.filesystem.quarantine import Quarantine
 from backends.tier.filesystem.settings import FilesystemSettings
+from backends.tier.filesystem.spares import Spares
 from backends.tier.filesystem.writer import Writer, parse_writer
 
 _LOAD_FAILURES: Final = 3
+# Spare files, and the part of the capacity that they may take.
+_SPARES: Final = 64
+_SPARES_SHARE: Final = 16
 _FOREIGN_AGE_S: Final = 3600.0
 
 
@@ -45,7 +50,10 @@ class Volume:
         self.ledger = Ledger(self.place)
         quarantine_bytes = settings.quarantine_limit_bytes // len(settings.paths)
         self.quarantine = Quarantine(self.place, self.ledger, quarantine_bytes)
-        self.blocks = BlockFiles(self.place, self.ledger, self.quarantine, form, self.limit_bytes)
+        spares = Spares(min(_SPARES, self.quota_bytes // form.row_bytes // _SPARES_SHARE))
+        self.blocks = BlockFiles(
+            self.place, self.ledger, self.quarantine, form, self.limit_bytes, spares
+        )
         self._settings = settings
         self._form = form
         self._manifest = manifest
@@ -70,6 +78,10 @@ class Volume:
 
     def close(self) -> None:
         """Take this writer's traces away. May be called again."""
+        # What is on the disk is counted until it is gone.
+        if self.place.is_open:
+            with contextlib.suppress(OSError):
+                self.place.empty_writer(self.place.writer)
         self.ledger.close()
         self.place.close()
 
@@ -80,7 +92,8 @@ class Volume:
     def has_room(self, nbytes: int) -> bool:
         """Whether so much fits by what is known, without asking the disk."""
         totals = self.ledger.cached
-        return totals.counted and totals.all_bytes + nbytes <= self.quota_bytes
+        fits = totals.all_bytes + nbytes <= self.quota_bytes
+        return len(self.blocks.spares) > 0 or (totals.counted and fits)
 
     def limit_bytes(self, totals: Totals) -> int:
         """The most that may be here: the quota, or less where the disk is full. Raises OSError."""

@@ -1,0 +1,47 @@
+"""Files of evicted blocks, kept to be written over.
+
+Where a cache is full, every new block drives out an old one of the same size. To rename the old
+file and write over it costs no inode, no allocation, no freeing, and no trim: on some filesystems
+that is most of the cost of storing a small block.
+
+Whoever reads the old block meanwhile may see bytes of the new one. That is found: the checksum
+differs, and the file does not have the old name any more, which makes it a miss and not damage.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+
+
+class Spares:
+    """Names of spare files in the writer's own directory, at most `most` of them."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._lock = threading.Lock()
+        self._names: deque[str] = deque()
+        self._taken_s = time.monotonic()
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def put(self, name: str) -> None:
+        with self._lock:
+            self._names.append(name)
+
+    def take(self) -> str | None:
+        with self._lock:
+            self._taken_s = time.monotonic()
+            return self._names.popleft() if self._names else None
+
+    def idle_s(self) -> float:
+        """How long nobody has asked for one."""
+        return time.monotonic() - self._taken_s
+
+    def take_all(self) -> list[str]:
+        with self._lock:
+            names = list(self._names)
+            self._names.clear()
+            return names
