@@ -11,6 +11,7 @@ from rich.console import Console
 
 from backends.errors import KvquayError
 from backends.region.reap import find_stale, reap
+from backends.units import format_size
 from orchestrator import report as reports
 from orchestrator.compose import to_config
 from orchestrator.job import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, Job, Outcome, reproduce, say
@@ -19,7 +20,6 @@ from orchestrator.plan import RunInfo, make_plan, write_plan
 from orchestrator.problems import ConfigProblems
 from orchestrator.render import print_plan
 from orchestrator.schema import Config
-from orchestrator.units import format_size
 from orchestrator.validate import validate
 
 

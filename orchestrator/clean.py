@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from backends.region.reap import find_stale, reap
+from backends.units import format_size
 from orchestrator.rundir import RunDir
-from orchestrator.units import format_size
 
 _REAP_LOOKS = 100
 _REAP_LOOK_S = 0.01

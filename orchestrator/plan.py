@@ -28,10 +28,10 @@ from backends.errors import ConfigError, KvquayError
 from backends.layout import fingerprint, geometry_digest, replica_worker_groups, slot_bytes
 from backends.region.numa import replica_node
 from backends.region.spec import RegionSpec, rows_for_size
+from backends.units import parse_size
 from orchestrator import __version__
 from orchestrator.schema import CleanConf, Config
 from orchestrator.topology import Placement, Topology
-from orchestrator.units import parse_size
 from orchestrator.workload.hashing import HASH_ALGORITHM
 
 PLAN_FORMAT = 1

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from backends.units import format_size
 from orchestrator.plan import Plan, ReplicaPlan
-from orchestrator.units import format_size
 
 WORKERS_SHOWN = 64
 REPLICAS_SHOWN = 16

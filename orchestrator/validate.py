@@ -21,13 +21,13 @@ from backends.region.space import check_node_space, headroom_bytes
 from backends.region.spec import HEADER_BYTES, row_bytes_for
 from backends.tier.registry import TierRegistry
 from backends.tier.settings import SettingsError
+from backends.units import format_size, parse_size
 from orchestrator.lower_tiers import lower_tiers
 from orchestrator.model import check_model, resolve_model
 from orchestrator.plan import Geometry, cache_config, geometry
 from orchestrator.problems import ConfigProblems, Problem
 from orchestrator.schema import Config
 from orchestrator.topology import Topology, check_topology
-from orchestrator.units import format_size, parse_size
 from orchestrator.values import CPU_KERNELS, CUDA_KERNELS, SIZES, check_values
 from orchestrator.workload.check import check as check_workload
 from orchestrator.workloads import workload_spec

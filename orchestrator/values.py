@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from backends.region.spec import BACKINGS, HUGE_PAGES
+from backends.units import parse_size
 from orchestrator.problems import Problem, did_you_mean
 from orchestrator.schema import Config
-from orchestrator.units import parse_size
 
 # What is known to come, so that it is refused as not there yet instead of as a misspelling.
 NOT_YET: dict[str, tuple[str, ...]] = {

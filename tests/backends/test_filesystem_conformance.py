@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from backends.testing import TierConformance
 from filesystem_kit import FilesystemHarness
+
+from backends.testing import TierConformance
 
 
 class TestFilesystem(TierConformance):

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,10 +26,27 @@ def test_rows_are_aligned_and_apart() -> None:
 
 
 def test_keys_and_bytes_are_the_same_in_every_process() -> None:
-    keys = make_keys("golden", 2)
-    assert keys[0].hash == hashlib.sha256(b"golden 0").digest()
-    digest = hashlib.sha256(stored_block(keys[0], FINGERPRINT, ROW_BYTES).tobytes()).hexdigest()
-    assert digest == "GOLDEN"
+    script = (
+        "import hashlib; from backends.testing import FINGERPRINT, make_keys, stored_block; "
+        "[key] = make_keys('anywhere', 1); "
+        f"block = stored_block(key, FINGERPRINT, {ROW_BYTES}); "
+        "print(hashlib.sha256(block.tobytes()).hexdigest(), end='')"
+    )
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=Path(__file__).resolve().parents[2],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    [key] = make_keys("anywhere", 1)
+    block = stored_block(key, FINGERPRINT, ROW_BYTES)
+    assert said == {hashlib.sha256(block.tobytes()).hexdigest()}
 
 
 def test_a_stored_block_is_what_a_filled_row_becomes() -> None:

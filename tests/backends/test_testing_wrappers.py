@@ -176,7 +176,7 @@ def test_what_hangs_ends_at_its_deadline(open_bench: Open) -> None:
     bench = faulty(open_bench, Fault(FaultKind.HANG, on="load", after=1, times=1))
     keys = make_keys("hang", 3)
     bench.store(keys)
-    assert bench.outcomes(bench.submit_load(keys, time.monotonic() + 0.3)) == [DONE, LATE, DONE]
+    assert bench.outcomes(bench.submit_load(keys, time.monotonic() + 1.0)) == [DONE, LATE, DONE]
     assert bench.tier.counters()["late"] == 1
 
 
@@ -240,7 +240,7 @@ def test_all_faults_together_keep_the_contract(open_bench: Open, seed: int) -> N
             bench.poll()
         jobs.append(submit(some, time.monotonic() + 0.05))
     results = bench.wait(*jobs)
-    assert {job for job in results} == set(jobs)
+    assert set(results) == set(jobs)
     counters = bench.tier.counters()
     assert sum(value for name, value in counters.items() if name.startswith("injected_")) > 5
 

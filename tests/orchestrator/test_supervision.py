@@ -144,9 +144,12 @@ def test_a_killed_launcher_leaves_nothing(home: Path, moment: str, backing: str)
 @pytest.mark.parametrize("victim", ["parent", "zygote"])
 @ahead
 def test_workers_that_still_import_torch_are_ended_as_well(home: Path, victim: str) -> None:
-    """Started afresh and not forked, they have not yet asked to die with their agent."""
+    """Started afresh and not forked, they have not yet asked to die with their agent. They are
+    stopped here, so that they never will."""
     with launched(home, "parallel=dp1_tp2", "spawn.start_method=spawn") as launch:
         launch.wait("the spawned workers", lambda: len(launch.spawned()) == 2)
+        for worker in launch.spawned():
+            os.kill(worker, signal.SIGSTOP)
         pid = victim_pid(launch, victim)
         since_s = time.monotonic()
         os.kill(pid, signal.SIGKILL)

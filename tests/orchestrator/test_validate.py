@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from backends import machine
+from backends.units import format_size
 from orchestrator.problems import ConfigProblems
 from orchestrator.schema import Config
-from orchestrator.units import format_size
 from orchestrator.validate import RUN_DIR_BYTES, WORKER_BYTES, validate
 from tests.kit import compose_config
 

@@ -115,7 +115,9 @@ TO_COME = [
     row("+tier@tiers.stack.object=object", told=["tier is 'object'", NOT_YET]),
     row("tiers=shm_fs", "tiers.stack.fs.paths=[]", told=["tiers.stack.fs", "paths is empty"]),
     row("tiers=shm_fs", "tiers.stack.fs.paths=[/proc/version/x]", told=["not a directory"]),
-    row("tiers=shm_fs", "tiers.stack.fs.capacity=8gigs", told=["tiers.stack.fs.capacity is '8gigs'"]),
+    row(
+        "tiers=shm_fs", "tiers.stack.fs.capacity=8gigs", told=["tiers.stack.fs.capacity is '8gigs'"]
+    ),
     row("tiers=shm_fs", "tiers.stack.fs.capacity=1000TiB", told=["tiers.stack.fs.capacity"]),
     row("tiers=shm_fs", "tiers.stack.fs.durability=ful", told=["durability is 'ful'", "'full'"]),
     row("tiers=shm_fs", "tiers.stack.fs.high_watermark=2", told=["watermarks"]),

@@ -176,12 +176,14 @@ class Ledger:
         return self._read(_COUNTS_AT, COUNTS * 16).view("<i8").reshape(COUNTS, 2).astype(np.int64)
 
     def totals(self) -> Totals:
+        """What there is; never too little where the writers' table is held."""
         with self._state:
-            counts = self.counts()
+            # In this order: a file is counted in its shard before its reservation ends.
             writers = self._writers()
             # Of our own place the file may still say more than we have: see `release`.
             others = (writers["used"] == 1) & (writers["nonce"] != self._writer.nonce)
             reserved = int(writers["bytes"][others].sum()) + self._own_bytes()
+            counts = self.counts()
             counted = bool((counts[:, 1] >= 0).all())
             known = np.maximum(counts, 0)
             self.cached = Totals(
@@ -238,8 +240,12 @@ class Ledger:
         return self._spare_bytes
 
     def add_spare(self, nbytes: int) -> None:
-        """Count a file as a spare. Raises OSError, and then it is not counted."""
-        with self._state:
+        """Count a file as a spare, before its shard ceases to. Raises OSError.
+
+        Under the table's lock, as every increase is: whoever sums up must not miss a file that goes
+        from its shard to its writer meanwhile.
+        """
+        with self._locked(_TABLE_LOCK), self._state:
             self._spare_bytes += nbytes
             try:
                 self._write_slot()

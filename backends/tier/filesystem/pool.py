@@ -13,11 +13,16 @@ from collections.abc import Callable, Iterable
 from backends.tier.filesystem.jobs import Task
 
 
+def store_threads_of(threads: int) -> int:
+    """How many of so many threads may store at a time: a quarter is left to loads."""
+    return max(1, threads - (threads + 3) // 4)
+
+
 class Pool:
     """`threads` threads that run tasks; at most `store_threads` of them store at a time."""
 
     def __init__(self, name: str, threads: int, run: Callable[[Task], None]) -> None:
-        self.store_threads = max(1, threads - (threads + 3) // 4)
+        self.store_threads = store_threads_of(threads)
         self._run = run
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)

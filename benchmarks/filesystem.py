@@ -1,0 +1,419 @@
+"""Speed of the filesystem tier against fio on the same disk, with the same sizes and depths.
+
+    python benchmarks/filesystem.py [--directory DIR] [--json FILE] [--rounds N] [--round-mib N]
+
+Every round stores new blocks, loads them, and has fio write and read as much, in alternating order;
+a ratio is the median over the rounds, so that a disk whose speed drifts does not decide it.
+
+store       the tier is full: every block drives out an old one. fio overwrites a file that is laid
+            out, which is the best that it can do.
+first store nothing is there: every block makes its file. fio makes a file for each block, too.
+load        with O_DIRECT, or where the disk has none, after the page cache has dropped the files.
+            fio reads its file in order, likewise.
+
+fio runs with io_uring, or with threads where that is not allowed, and as many requests at a time as
+the tier has threads that store, or load. All blocks are checked as they are loaded, and some of them
+byte for byte. Leader CPU is the thread time of the calls that an engine's step makes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# A script's own directory comes first on the path; the root of the repository must be there.
+sys.path.pop(0)
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import dataclasses
+import json
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from backends.block import COMPLETE, HEADER_BYTES, BlockKey, write_header
+from backends.testing import RowBuffer, make_context, make_keys
+from backends.tier.base import Job, Lookup, Outcome
+from backends.tier.filesystem import FilesystemSettings, FilesystemTier, naming, snapshot
+from backends.tier.filesystem.index import Columns
+from backends.tier.filesystem.naming import Namespace
+from backends.tier.filesystem.pool import store_threads_of
+from benchmarks._report import Cell, Report, make_parser, publish
+
+BATCH = 16
+SIZES = {"2MiB": 2 << 20, "256KiB": 256 << 10}
+RESTART_BLOCKS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """What one direction of one round took."""
+
+    bytes_per_s: float
+    leader_us: float
+
+
+class Driver:
+    """A tier and rows full of blocks. Stores and loads as a leader does, in batches."""
+
+    def __init__(self, rows: RowBuffer, settings: FilesystemSettings) -> None:
+        self.rows = rows
+        self.tier = FilesystemTier(make_context(rows), settings)
+        if not self.tier.wait_until_known(30, scanned=True):
+            raise SystemExit(f"the tier does not get ready on {settings.paths[0]}")
+        self._jobs = 0
+        # Stores may begin when what is there has been counted.
+        time.sleep(0.1)
+
+    def store(self, keys: Sequence[BlockKey]) -> Timed:
+        for row, key in enumerate(keys):
+            put_header(self.rows, row, key)
+        return self._run(self.tier.submit_store, keys)
+
+    def lookup(self, keys: Sequence[BlockKey]) -> float:
+        """Microseconds of this thread for each key."""
+        cpu_s = time.thread_time()
+        answers = self.tier.lookup(keys)
+        cpu_s = time.thread_time() - cpu_s
+        if any(answer is not Lookup.HIT for answer in answers):
+            raise SystemExit("a block that was stored is not a hit")
+        return cpu_s / len(keys) * 1e6
+
+    def load(self, keys: Sequence[BlockKey], path: Path) -> Timed:
+        for file in path.rglob("*.kvb"):
+            with file.open("rb") as opened:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        for row in range(len(keys)):
+            self.rows.row_view(row)[::HEADER_BYTES] = 0xEE
+        timed = self._run(self.tier.submit_load, keys)
+        for row in range(0, len(keys), max(1, len(keys) // 8)):
+            if not np.array_equal(self.rows.row_view(row)[HEADER_BYTES:], payload(row, self.rows)):
+                raise SystemExit(f"block {row} came back wrong")
+        return timed
+
+    def _run(self, submit: Callable[[Job], None], keys: Sequence[BlockKey]) -> Timed:
+        rows = tuple(range(len(keys)))
+        start_s, cpu_s, results = time.perf_counter(), time.thread_time(), []
+        for begin in range(0, len(keys), BATCH):
+            self._jobs += 1
+            batch = slice(begin, begin + BATCH)
+            submit(Job(self._jobs, tuple(keys[batch]), rows[batch]))
+        cpu_s = time.thread_time() - cpu_s
+        if not self.tier.drain(120):
+            raise SystemExit("the tier did not finish in 120 s")
+        seconds = time.perf_counter() - start_s
+        poll_s = time.thread_time()
+        results = self.tier.poll()
+        cpu_s += time.thread_time() - poll_s
+        bad = [r for result in results for r in result.reasons if r]
+        if bad or any(o is not Outcome.DONE for result in results for o in result.outcomes):
+            raise SystemExit(f"{len(bad)} of {len(keys)} blocks failed: {bad[:3]}")
+        return Timed(len(keys) * self.rows.row_bytes / seconds, cpu_s / len(keys) * 1e6)
+
+
+def put_header(rows: RowBuffer, row: int, key: BlockKey) -> None:
+    write_header(
+        rows.row_view(row),
+        key,
+        fingerprint=rows.fingerprint,
+        slot_lengths=[rows.row_bytes - HEADER_BYTES],
+        created_ns=time.time_ns(),
+        state=COMPLETE,
+    )
+
+
+def payload(row: int, rows: RowBuffer) -> np.ndarray:
+    return np.random.default_rng(row).integers(0, 256, rows.row_bytes - HEADER_BYTES, np.uint8)
+
+
+class Fio:
+    """Runs fio in a directory of its own. `found` is None, or why it cannot be used."""
+
+    def __init__(self, directory: Path, direct: bool) -> None:
+        self.directory = directory
+        directory.mkdir()
+        self._direct = direct
+        self._engine = ["--ioengine=io_uring"]
+        self.missing = None if shutil.which("fio") else "fio is not installed"
+        if self.missing is None and self._run("read", 1 << 20, 1 << 20, 1, ["--size=1m"]) is None:
+            self._engine = ["--ioengine=psync", "--thread"]
+
+    @property
+    def engine(self) -> str:
+        return self._engine[0].partition("=")[2]
+
+    def write(self, name: str, nbytes: int, block_bytes: int, depth: int) -> float | None:
+        return self._run("write", nbytes, block_bytes, depth, [f"--filename={name}"])
+
+    def read(self, name: str, nbytes: int, block_bytes: int, depth: int) -> float | None:
+        return self._run("read", nbytes, block_bytes, depth, [f"--filename={name}"])
+
+    def write_files(self, name: str, count: int, block_bytes: int, depth: int) -> float | None:
+        """A new file for each block, as the tier makes them."""
+        (self.directory / name).mkdir()
+        options = [
+            f"--directory={self.directory / name}",
+            f"--nrfiles={count}",
+            f"--filesize={block_bytes}",
+            f"--openfiles={depth}",
+            "--file_service_type=sequential",
+            "--create_on_open=1",
+            "--fallocate=none",
+        ]
+        return self._run("write", count * block_bytes, block_bytes, depth, options)
+
+    def _run(
+        self, how: str, nbytes: int, block_bytes: int, depth: int, options: list[str]
+    ) -> float | None:
+        if self.missing:
+            return None
+        # Threads have a file region each; a queue has one file.
+        psync = self._engine[0].endswith("psync")
+        jobs = depth if psync and "--create_on_open=1" not in options else 1
+        size = nbytes // jobs // block_bytes * block_bytes
+        command = [
+            *("fio", "--name=bench", "--output-format=json", f"--rw={how}", f"--bs={block_bytes}"),
+            *(f"--direct={int(self._direct)}", f"--iodepth={depth}", f"--size={size}"),
+            *(f"--numjobs={jobs}", f"--offset_increment={size}", "--group_reporting"),
+            *("--invalidate=1", "--end_fsync=0", *self._engine, *options),
+        ]
+        done = subprocess.run(
+            command, cwd=self.directory, capture_output=True, text=True, timeout=120, check=False
+        )
+        try:
+            job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+        except (ValueError, KeyError, IndexError):
+            return None
+        if done.returncode or job["error"]:
+            return None
+        return float(job[how]["io_bytes"] / (job[how]["runtime"] / 1000))
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    directory: Path
+    rounds: int
+    round_bytes: int
+    threads: int
+
+
+@dataclass(slots=True)
+class Result:
+    rows: list[list[Cell]]
+    ratios: dict[str, float]
+    notes: list[str]
+
+    def compare(self, what: str, block: str, ours: list[Timed], fio: list[float | None]) -> None:
+        """A row of the table, and a ratio where fio was there."""
+        theirs = [speed for speed in fio if speed is not None]
+        row: list[Cell] = [what, block, statistics.median(t.bytes_per_s for t in ours) / 1e6]
+        if len(theirs) == len(ours):
+            ratios = [t.bytes_per_s / f for t, f in zip(ours, theirs, strict=True)]
+            row += [statistics.median(theirs) / 1e6, statistics.median(ratios)]
+            self.ratios[f"{what}/fio {block}"] = statistics.median(ratios)
+        else:
+            row += [None, None]
+        self.rows.append([*row, statistics.median(t.leader_us for t in ours)])
+
+
+def make_rows(size: int, count: int) -> RowBuffer:
+    rows = RowBuffer(count, HEADER_BYTES + size)
+    for row in range(count):
+        rows.row_view(row)[HEADER_BYTES:] = payload(row, rows)
+    return rows
+
+
+def in_turn(number: int, *steps: Callable[[], None]) -> None:
+    """Do these, every other time in the opposite order."""
+    for step in steps if number % 2 else reversed(steps):
+        step()
+
+
+def measure_size(block: str, size: int, options: Options, out: Result) -> None:
+    count = options.round_bytes // (HEADER_BYTES + size)
+    rows = make_rows(size, count)
+    path = options.directory / f"tier-{block}"
+    settings = FilesystemSettings(
+        paths=(str(path),),
+        # Full after two rounds: from then on every block drives out another.
+        capacity=2 * count * rows.row_bytes,
+        high_watermark=1.0,
+        low_watermark=1.0,
+        threads=options.threads,
+        queue_blocks=1 << 20,
+        queue_bytes=1 << 40,
+    )
+    driver = Driver(rows, settings)
+    unchecked = Driver(rows, dataclasses.replace(settings, verify=False))
+    reason = driver.tier.describe()[0].partition(": ")[2]
+    out.notes.append(f"{block}: {reason}")
+    fio = Fio(options.directory / f"fio-{block}", reason.startswith("direct"))
+    out.notes.append(f"{block}: {fio.missing or f'fio runs with {fio.engine}'}")
+    writers, readers = store_threads_of(options.threads), options.threads
+    row_bytes = rows.row_bytes
+    nbytes = count * row_bytes
+
+    stores: list[Timed] = []
+    speeds: list[float | None] = []
+    for number in range(2):
+        keys = make_keys(f"{block} fill {number}", count)
+        in_turn(
+            number,
+            lambda: stores.append(driver.store(keys)),  # noqa: B023 - called in this turn
+            lambda: speeds.append(fio.write_files(f"new{number}", count, row_bytes, writers)),  # noqa: B023
+        )
+    out.compare("first store", block, stores, speeds)
+    fio.write("data", nbytes, row_bytes, writers)
+    stores, speeds = [], []
+    loads: list[Timed] = []
+    reads: list[float | None] = []
+    plain: list[Timed] = []
+    lookups_us = []
+    for number in range(options.rounds):
+        keys = make_keys(f"{block} round {number}", count)
+        in_turn(
+            number,
+            lambda: stores.append(driver.store(keys)),  # noqa: B023
+            lambda: speeds.append(fio.write("data", nbytes, row_bytes, writers)),
+        )
+        lookups_us.append(driver.lookup(keys))
+        in_turn(
+            number,
+            lambda: plain.append(unchecked.load(keys, path)),  # noqa: B023
+            lambda: loads.append(driver.load(keys, path)),  # noqa: B023
+            lambda: reads.append(fio.read("data", nbytes, row_bytes, readers)),
+        )
+    out.compare("store", block, stores, speeds)
+    out.compare("load", block, loads, reads)
+    out.rows.append(["load, unchecked", block, median_speed(plain) / 1e6, None, None, None])
+    out.rows.append(["lookup", block, None, None, None, statistics.median(lookups_us)])
+    ratios = [t.bytes_per_s / p.bytes_per_s for t, p in zip(loads, plain, strict=True)]
+    out.ratios[f"load/load unchecked {block}"] = statistics.median(ratios)
+    driver.tier.close()
+    unchecked.tier.close()
+
+
+def median_speed(timed: list[Timed]) -> float:
+    return statistics.median(t.bytes_per_s for t in timed)
+
+
+def measure_durability(options: Options, out: Result) -> None:
+    count = options.round_bytes // 2 // (HEADER_BYTES + SIZES["2MiB"])
+    rows = make_rows(SIZES["2MiB"], count)
+    drivers = {
+        level: Driver(
+            rows,
+            FilesystemSettings(
+                paths=(str(options.directory / f"durability-{level}"),),
+                capacity=count * rows.row_bytes,
+                high_watermark=1.0,
+                low_watermark=1.0,
+                durability=level,  # type: ignore[arg-type]
+                threads=options.threads,
+            ),
+        )
+        for level in ("none", "data", "full")
+    }
+    stores: dict[str, list[Timed]] = {level: [] for level in drivers}
+    for number in range(options.rounds + 1):
+        keys = make_keys(f"durability {number}", count)
+        timed = {level: driver.store(keys) for level, driver in drivers.items()}
+        # The first round makes the files.
+        for level in drivers if number else ():
+            stores[level].append(timed[level])
+    for level, driver in drivers.items():
+        driver.tier.close()
+        speed = median_speed(stores[level]) / 1e6
+        out.rows.append([f"store, durability {level}", "2MiB", speed, None, None, None])
+        ratios = [
+            t.bytes_per_s / n.bytes_per_s
+            for t, n in zip(stores[level], stores["none"], strict=True)
+        ]
+        if level != "none":
+            out.ratios[f"store durability {level}/none 2MiB"] = statistics.median(ratios)
+
+
+def measure_restart(options: Options, out: Result) -> None:
+    """From a snapshot of a million blocks to the first lookup that finds them all."""
+    rows = RowBuffer(1, 2 * HEADER_BYTES)
+    path = options.directory / "restart"
+    settings = FilesystemSettings(paths=(str(path),), capacity=1 << 50, threads=2)
+    FilesystemTier(make_context(rows), settings).close()
+    name = naming.namespace_name(rows.fingerprint, None)
+    space = Namespace(name)
+    random = np.random.default_rng(0)
+    hashes = random.integers(0, 256, (RESTART_BLOCKS, 32), np.uint8)
+    keys = [BlockKey(digest.tobytes(), 0) for digest in hashes]
+    ids = np.fromiter((space.block_id(key) for key in keys), np.uint64, len(keys))
+    columns = Columns(
+        ids,
+        hashes,
+        np.full(len(keys), 32, np.uint8),
+        np.zeros(len(keys), np.uint32),
+        np.full(len(keys), time.time_ns(), np.int64),
+    )
+    (path / name / naming.SNAPSHOT).write_bytes(snapshot.pack(columns))
+    asked = keys[:: RESTART_BLOCKS // 1000]
+    start_s = time.perf_counter()
+    tier = FilesystemTier(make_context(rows), settings)
+    opened_s = time.perf_counter() - start_s
+    slowest_s = 0.0
+    while True:
+        begin_s = time.perf_counter()
+        known = all(answer is Lookup.HIT for answer in tier.lookup(asked))
+        slowest_s = max(slowest_s, time.perf_counter() - begin_s)
+        if known:
+            break
+        if time.perf_counter() - start_s > 60:
+            raise SystemExit("a million blocks are not known again after 60 s")
+        time.sleep(0.005)
+    known_s = time.perf_counter() - start_s
+    tier.close()
+    out.notes.append(
+        f"restart: {RESTART_BLOCKS} blocks are known again {known_s:.2f} s after the tier was "
+        f"begun to be opened ({opened_s:.2f} s until it takes calls). Measured from a snapshot, "
+        "without the blocks' files, until a lookup of every 1000th key finds all; the slowest of "
+        f"those lookups of 1000 keys took {slowest_s * 1e3:.0f} ms."
+    )
+    out.ratios["restart of 1000000 blocks, seconds"] = known_s
+
+
+def main() -> None:
+    parser = make_parser("The filesystem tier against fio")
+    parser.add_argument("--directory", type=Path, help="where to write; default: a temporary one")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--round-mib", type=int, default=256)
+    parser.add_argument("--threads", type=int, default=8)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    given = parser.parse_args()
+    out = Result([], {}, [])
+    with tempfile.TemporaryDirectory(prefix="kvquay-bench-", dir=given.directory) as directory:
+        options = Options(Path(directory), given.rounds, given.round_mib << 20, given.threads)
+        for block in given.sizes:
+            measure_size(block, SIZES[block], options, out)
+        measure_durability(options, out)
+        measure_restart(options, out)
+    publish(
+        Report(
+            title=(
+                f"Filesystem tier: {given.round_mib} MiB a round, median of {given.rounds} rounds, "
+                f"{given.threads} threads"
+            ),
+            columns=("what", "block", "MB/s", "fio MB/s", "ratio", "leader us/block"),
+            rows=out.rows,
+            ratios=out.ratios,
+            notes=out.notes,
+        ),
+        given.json,
+    )
+
+
+if __name__ == "__main__":
+    main()
