@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # Ctrl-C while the imports below run ends the process as it ends any program, not in the middle
+    # of somebody's module with a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import io
 import logging
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -53,6 +59,8 @@ def _typed_overrides(hydra_config: HydraConf, sweeping: bool) -> tuple[str, ...]
 
 def main() -> int:
     """Exit status: see `app`, and 128 + n where signal n ended it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     logging.raiseExceptions = False  # a log that nobody reads is no reason for a traceback
     try:
         try:

@@ -22,12 +22,13 @@ from types import TracebackType
 from typing import Any, Final
 
 from backends.block import BlockKey
-from backends.testing.bench import TierBench
+from backends.testing.bench import POLL_INTERVAL_S, TierBench
 from backends.testing.harness import Opener
 from backends.testing.rows import RowBuffer, make_context
 from backends.tier.base import Lookup, Outcome
 
 _PR_SET_PDEATHSIG: Final = 1
+_KEYS_AT_ONCE: Final = 4
 _BOOT: Final = (
     "import sys, pickle; fd = int(sys.argv[1]); sys.path[:] = pickle.loads(bytes.fromhex("
     "sys.argv[2])); from backends.testing.peer import serve; serve(fd)"
@@ -197,12 +198,15 @@ def _store_and_die(
     connection.send(("answer", keys[:first]))
     took_s = (time.monotonic() - began_s) * len(keys) / first
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    # Many at once: then the tier does nothing but write, and dies writing.
+    waiting = {}
+    for begin in range(first, len(keys), _KEYS_AT_ONCE):
+        some = slice(begin, begin + _KEYS_AT_ONCE)
+        waiting[bench.submit_rows(keys[some], rows[some])] = keys[some]
     signal.setitimer(signal.ITIMER_REAL, max(moment * took_s, 1e-6))
-    # All at once: then the tier does nothing but write, and dies writing.
-    waiting = {
-        bench.submit_rows([keys[at]], [rows[at]]): keys[at] for at in range(first, len(keys))
-    }
     while True:
         for result in bench.poll():
-            key = waiting.pop(result.job_id)
-            connection.send(("answer", [key] if result.outcomes == (Outcome.DONE,) else []))
+            ended = zip(waiting.pop(result.job_id), result.outcomes, strict=True)
+            done = [key for key, outcome in ended if outcome is Outcome.DONE]
+            connection.send(("answer", done))
+        time.sleep(POLL_INTERVAL_S)

@@ -1,8 +1,9 @@
 """The contract of a tier on top of calls that may block: threads, queues, deadlines, answers.
 
 Derive from BlockingTier where a storage's client blocks, and write only what touches the storage.
-Queues are bounded by blocks, loads go before stores, lookups are answered from memory and fed by
-probes in the background. A tier with an asynchronous client of its own derives from Tier instead.
+Queues are bounded by blocks. Lookups are answered from memory and fed by probes in the background;
+loads go before probes, and those before stores. A tier with an asynchronous client of its own
+derives from Tier instead.
 """
 
 from __future__ import annotations
@@ -123,8 +124,9 @@ class BlockingTier(Tier):
             self._counters["evicted"] += evicted
 
     def lookup(self, keys: Sequence[BlockKey]) -> Sequence[Lookup]:
+        now_s = time.monotonic()
         with self._lock:
-            return [self._lookup(key, time.monotonic()) for key in keys]
+            return [self._lookup(key, now_s) for key in keys]
 
     def submit_store(self, job: Job) -> None:
         self._submit(job, self._stores)
@@ -265,7 +267,7 @@ class BlockingTier(Tier):
 
     def _next(self) -> _Task | BlockKey | None:
         while not self._closed:
-            if self._probes:
+            if self._probes and not self._loads:
                 return self._probes.popleft()
             queue = self._loads or self._stores
             if not queue:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 from backends.block import BlockKey
 from backends.testing.harness import TierHarness
@@ -17,9 +18,9 @@ DONE, MISSING, SHED = Outcome.DONE, Outcome.MISSING, Outcome.SHED
 
 
 class ProcessTests(SuiteBase):
-    kills: int = 5
+    kills: ClassVar[int] = 5
     """How many writers are killed, at random moments."""
-    killed_row_bytes: int = 64 * 4096
+    killed_row_bytes: ClassVar[int] = 128 * 4096
     """Size of the blocks they write: writing should be what takes their time."""
 
     def peer(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
 from backends.errors import KvquayError
 from backends.testing.harness import TierHarness
@@ -16,7 +17,7 @@ DONE, SHED = Outcome.DONE, Outcome.SHED
 
 
 class QuotaTests(SuiteBase):
-    capacity_blocks: int = 8
+    capacity_blocks: ClassVar[int] = 8
 
     @property
     def capacity_bytes(self) -> int:

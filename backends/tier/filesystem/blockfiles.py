@@ -256,23 +256,11 @@ class BlockFiles:
         root, path = self._place.root, self._form.namespace.leaf(block_id)
         with contextlib.suppress(FileNotFoundError):
             return self._io.open(root, path, DIRECTORY)
-        return self._make_below(root, path)
-
-    def _make_below(self, root: int, path: str) -> int:
-        """Make a directory, and those above it that are missing, and open it."""
-        above, _, name = path.rpartition("/")
-        if not above:
-            self._place.make_directory(root, name)
-            return self._io.open(root, name, DIRECTORY)
-        try:
-            parent = self._io.open(root, above, DIRECTORY)
-        except FileNotFoundError:
-            parent = self._make_below(root, above)
-        try:
-            self._place.make_directory(parent, name)
-            return self._io.open(parent, name, DIRECTORY)
-        finally:
-            self._io.close(parent)
+        namespace, _, shard = path.partition("/")
+        self._place.make_directory(root, namespace)
+        with self._place.directory(namespace) as parent:
+            self._place.make_directory(parent, shard)
+            return self._io.open(parent, shard, DIRECTORY)
 
     def _settle(self, leaf: int, name: str, key: BlockKey, block_id: int) -> bool:
         """Whether the right block is there already; something wrong in its place is put away.

@@ -2,9 +2,13 @@
 
     <path>/usage                                     ledger shared by all processes
     <path>/<namespace>/manifest.json, index          what the digest stands for; snapshot
-    <path>/<namespace>/<2 hex>/<2 hex>/<hash hex>_<group>.kvb
+    <path>/<namespace>/<2 hex>/<hash hex>_<group>.kvb
     <path>/writers/<writer>/<number>                 files being written
     <path>/quarantine/<ns since the epoch>_<name>    files found wrong
+
+One level of 256 directories: a million blocks are 4000 names in each, which every filesystem
+worth storing on finds by hash or tree. A second level would cost a directory for nearly every one
+of the first 65536 blocks, and as many to be read in a scan.
 
 A namespace is the fingerprint in hex, with `_dp<index>` behind it where replicas are isolated.
 Names are made of hex digits and numbers only, whatever a key holds.
@@ -29,7 +33,6 @@ SHARDS: Final = 256
 
 _NAMESPACE = re.compile(r"[0-9a-f]{64}(_dp[0-9]{1,6})?")
 _BLOCK = re.compile(r"((?:[0-9a-f]{2}){0,64})_([0-9]{1,10})\.kvb")
-_FANOUT = re.compile(r"[0-9a-f]{2}")
 
 
 class Namespace:
@@ -45,7 +48,7 @@ class Namespace:
 
     def leaf(self, block_id: int) -> str:
         """Directory of a block, relative to a path."""
-        return f"{self.name}/{block_id >> 56:02x}/{block_id >> 48 & 255:02x}"
+        return f"{self.name}/{shard_of(block_id):02x}"
 
 
 def namespace_name(fingerprint: bytes, replica: int | None) -> str:
@@ -56,12 +59,8 @@ def is_namespace(name: str) -> bool:
     return _NAMESPACE.fullmatch(name) is not None
 
 
-def is_fanout(name: str) -> bool:
-    return _FANOUT.fullmatch(name) is not None
-
-
 def shard_of(block_id: int) -> int:
-    """The first fan-out directory, 0 to 255: the unit in which space is counted."""
+    """The fan-out directory, 0 to 255: the unit in which space is counted."""
     return block_id >> 56
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -78,25 +78,15 @@ class Scanner:
     def _walk(self, shard: int, names: list[str]) -> Count:
         nbytes = blocks = 0
         for name in names:
-            number = self._namespaces.number(name)
-            for leaf, files in self._leaves(f"{name}/{shard:02x}"):
-                size = self._enter(number, leaf, files)
-                nbytes, blocks = nbytes + size.bytes, blocks + size.blocks
+            leaf = f"{name}/{shard:02x}"
+            try:
+                entries = self._volume.place.io.scandir(self._volume.place.root, leaf)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            files = [entry.name for entry in entries if not entry.is_directory]
+            found = self._enter(self._namespaces.number(name), leaf, files)
+            nbytes, blocks = nbytes + found.bytes, blocks + found.blocks
         return Count(nbytes, blocks)
-
-    def _leaves(self, path: str) -> Iterator[tuple[str, list[str]]]:
-        try:
-            entries = self._volume.place.io.scandir(self._volume.place.root, path)
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        for entry in entries:
-            if entry.is_directory and naming.is_fanout(entry.name):
-                leaf = f"{path}/{entry.name}"
-                try:
-                    files = self._volume.place.io.scandir(self._volume.place.root, leaf)
-                except FileNotFoundError:
-                    continue
-                yield leaf, [file.name for file in files if not file.is_directory]
 
     def _enter(self, namespace: int, leaf: str, files: list[str]) -> Count:
         """Enter a directory's blocks. Those of ours that the index has are not looked at again."""
