@@ -65,6 +65,9 @@ def main() -> int:
     try:
         try:
             return _main()
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return 128 + signal.SIGINT
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
@@ -122,9 +125,6 @@ def _main() -> int:
 
     try:
         job()
-    except KeyboardInterrupt:
-        errors.print("interrupted")
-        return 128 + signal.SIGINT
     except SystemExit as end:
         if end.code == 1 and not begun:
             return EXIT_CONFIG  # Hydra ends so where it has told what is wrong

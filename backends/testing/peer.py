@@ -22,13 +22,12 @@ from types import TracebackType
 from typing import Any, Final
 
 from backends.block import BlockKey
-from backends.testing.bench import POLL_INTERVAL_S, TierBench
+from backends.testing.bench import TierBench
 from backends.testing.harness import Opener
 from backends.testing.rows import RowBuffer, make_context
 from backends.tier.base import Lookup, Outcome
 
 _PR_SET_PDEATHSIG: Final = 1
-_KEYS_AT_ONCE: Final = 4
 _BOOT: Final = (
     "import sys, pickle; fd = int(sys.argv[1]); sys.path[:] = pickle.loads(bytes.fromhex("
     "sys.argv[2])); from backends.testing.peer import serve; serve(fd)"
@@ -112,11 +111,11 @@ class Peer:
         return self._answer()
 
     def store_and_die(self, keys: Sequence[BlockKey], moment: float) -> list[BlockKey]:
-        """Store these all at once, and be killed on the way; the keys that are told DONE by then.
+        """Store a third of these, then the others, and be killed on the way; keys told DONE.
 
-        `moment` is when, in units of the time that a store of all `keys` should take: it is
-        measured over there on the first third of them. The process dies as by SIGKILL, of a timer's
-        signal, because another process would often come too late to kill it.
+        `moment` is when: 0 as the others are submitted, 1 when they should be stored, by the time
+        that the first third took. The process dies as by SIGKILL, of a timer's signal, because
+        another process would often come too late to kill it.
         """
         self.begin("store_and_die", tuple(keys), moment)
         done: list[BlockKey] = []
@@ -193,20 +192,14 @@ def _store_and_die(
     rows = bench.take(len(keys))
     for row, key in zip(rows, keys, strict=True):
         bench.rows.fill(row, key)
+    job = bench.submit_rows(keys[:first], rows[:first])
     began_s = time.monotonic()
-    bench.wait(*(bench.submit_rows([keys[at]], [rows[at]]) for at in range(first)))
-    connection.send(("answer", keys[:first]))
-    took_s = (time.monotonic() - began_s) * len(keys) / first
+    outcomes = zip(keys[:first], bench.outcomes(job), strict=True)
+    took_s = (time.monotonic() - began_s) * (len(keys) - first) / first
+    connection.send(("answer", [key for key, outcome in outcomes if outcome is Outcome.DONE]))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    # Many at once: then the tier does nothing but write, and dies writing.
-    waiting = {}
-    for begin in range(first, len(keys), _KEYS_AT_ONCE):
-        some = slice(begin, begin + _KEYS_AT_ONCE)
-        waiting[bench.submit_rows(keys[some], rows[some])] = keys[some]
+    job = bench.submit_rows(keys[first:], rows[first:])
     signal.setitimer(signal.ITIMER_REAL, max(moment * took_s, 1e-6))
-    while True:
-        for result in bench.poll():
-            ended = zip(waiting.pop(result.job_id), result.outcomes, strict=True)
-            done = [key for key, outcome in ended if outcome is Outcome.DONE]
-            connection.send(("answer", done))
-        time.sleep(POLL_INTERVAL_S)
+    bench.wait(job)
+    time.sleep(bench.patience_s)
+    raise PeerFailed("a timer's signal did not end the process")

@@ -399,7 +399,6 @@ class WritesInPlace(DirectoryTier):
 
 class TestWritesInPlace(Broken):
     harness_type = directory(WritesInPlace)
-    kills = 5
     caught_by = ("test_a_killed_writer_leaves_whole_blocks_or_none",)
 
 
@@ -410,7 +409,6 @@ class NeverSweeps(DirectoryTier):
 
 class TestNeverSweeps(Broken):
     harness_type = directory(NeverSweeps)
-    kills = 3
     caught_by = ("test_a_killed_writer_leaves_whole_blocks_or_none",)
 
 

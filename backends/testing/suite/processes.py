@@ -50,7 +50,7 @@ class ProcessTests(SuiteBase):
         peers = [self.peer(harness, None, self.killed_row_bytes) for _ in range(self.kills)]
         try:
             for number, peer in enumerate(peers):
-                told += peer.ready().store_and_die(keys[number], chance.uniform(0.0, 0.5))
+                told += peer.ready().store_and_die(keys[number], chance.uniform(0.02, 0.45))
         finally:
             for peer in peers:
                 peer.kill()

@@ -31,6 +31,7 @@ from backends.tier.filesystem.transfer import Scratch, read_row, write_row
 _NO_FILE: Final = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)
 _ROOM_TIMEOUT_S: Final = 1.0
 _ROOM_STEP_S: Final = 0.002
+_FULL_S: Final = 0.5
 
 
 class NoRoom(Exception):
@@ -50,10 +51,14 @@ class Room(enum.Enum):
 
 
 class Removal(NamedTuple):
-    """Bytes freed. `used_ns`: it stays, because it was used then; None: it is gone."""
+    """Bytes freed. `used_ns`: it stays, because it was used then; None: it is gone.
+
+    `spare`: its file is a spare now.
+    """
 
     freed_bytes: int
     used_ns: int | None
+    spare: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +94,7 @@ class BlockFiles:
         self._rows = Scratch(form.row_bytes)
         self._owed: list[int] = []
         self.spares = spares
+        self._full_until_s = 0.0
         self.direct = Direct(False, "not opened yet")
 
     def store(
@@ -180,7 +186,7 @@ class BlockFiles:
     ) -> Removal:
         """Evict one block of any namespace, unless somebody used it later.
 
-        `spare`: keep its file to be written over, if it can be.
+        `spare`: keep its file to be written over, if it can be; a spare is counted for it already.
         """
         try:
             with self._place.directory(leaf) as directory:
@@ -189,13 +195,15 @@ class BlockFiles:
                     return Removal(0, found.st_atime_ns)
                 # Another name of the same file is somebody's copy of it: not to be written over.
                 fits = found.st_size == self._form.row_bytes and found.st_nlink == 1
-                if spare and fits and stat.S_ISREG(found.st_mode):
-                    self._make_spare(directory, name, shard)
-                else:
-                    with self._ledger.shard(shard):
+                new = self._place.new_name() if spare and fits else None
+                with self._ledger.shard(shard):
+                    if new is None:
                         self._io.unlink(directory, name)
-                        self._ledger.add(shard, -found.st_size, -1)
-                return Removal(found.st_size, None)
+                    else:
+                        self._io.replace(directory, name, self._place.temporary, new)
+                        self.spares.put(new)
+                    self._ledger.add(shard, -found.st_size, -1)
+                return Removal(found.st_size, None, new is not None)
         except FileNotFoundError:
             return Removal(0, None)
 
@@ -203,22 +211,7 @@ class BlockFiles:
         """Delete all spare files."""
         for name in self.spares.take_all():
             self._discard(name)
-            self._ledger.drop_spare(self._form.row_bytes)
-
-    def _make_spare(self, directory: int, name: str, shard: int) -> None:
-        new, nbytes = self._place.new_name(), self._form.row_bytes
-        self._ledger.add_spare(nbytes)
-        moved = False
-        try:
-            with self._ledger.shard(shard):
-                self._io.replace(directory, name, self._place.temporary, new)
-                moved = True
-                self._ledger.add(shard, -nbytes, -1)
-        finally:
-            if moved:
-                self.spares.put(new)
-            else:
-                self._ledger.drop_spare(nbytes)
+            self._ledger.drop_spares(self._form.row_bytes)
 
     def put_away(self, key: BlockKey, block_id: int, seen: os.stat_result | None = None) -> bool:
         """Quarantine what has this key's name, if it is still what was `seen`."""
@@ -290,7 +283,7 @@ class BlockFiles:
     def _right_block(self, fd: int, found: os.stat_result, key: BlockKey) -> bool:
         page = self._pages.get()
         try:
-            if self._io.preadv(fd, [page], 0) != page.size:
+            if self._io.preadv(fd, [page.data], 0) != page.size:
                 return False
             if found.st_mtime_ns == _file_time_ns(block.read_header(page)):
                 return block.check_row(page, key, self._form.fingerprint) is None
@@ -325,16 +318,21 @@ class BlockFiles:
 
     def _obtain(self, make_room: Callable[[int], Room]) -> str | None:
         """Reserve space for a block: the name of a spare file that has it, or None."""
-        nbytes, end_s = self._form.row_bytes, time.monotonic() + _ROOM_TIMEOUT_S
+        nbytes, now_s = self._form.row_bytes, time.monotonic()
+        end_s = now_s + _ROOM_TIMEOUT_S
+        # Where the last one found no room, this one need not ask: it evicts at once.
+        full = now_s < self._full_until_s
         while True:
             spare = self.spares.take()
             if spare is not None:
                 self._ledger.use_spare(nbytes)
                 return spare
-            short = self._ledger.reserve(nbytes, self._limit_bytes)
+            short = nbytes if full else self._ledger.reserve(nbytes, self._limit_bytes)
             if short <= 0:
                 return None
             room = make_room(short)
+            self._full_until_s = time.monotonic() + _FULL_S if room is Room.MADE else 0.0
+            full = full and room is Room.MADE
             if room is Room.NONE or time.monotonic() > end_s:
                 break
             if room is Room.LATER:

@@ -6,13 +6,15 @@ from collections.abc import Callable
 from typing import Final
 
 from backends.tier.filesystem import naming
-from backends.tier.filesystem.blockfiles import Room
+from backends.tier.filesystem.blockfiles import Removal, Room
 from backends.tier.filesystem.counters import Counters
 from backends.tier.filesystem.index import Candidate, Index
 from backends.tier.filesystem.spaces import Namespaces
 from backends.tier.filesystem.volume import Volume
 
 _CANDIDATES: Final = 256
+# Where the capacity allows spares, so many are made at a time.
+_AHEAD: Final = 8
 
 
 class Evictor:
@@ -25,23 +27,35 @@ class Evictor:
         namespaces: Namespaces,
         is_loading: Callable[[int], bool],
         counters: Counters,
+        row_bytes: int,
     ) -> None:
         self._volume = volume
         self._index = index
         self._namespaces = namespaces
         self._is_loading = is_loading
         self._counters = counters
+        self._row_bytes = row_bytes
         self._candidates: list[Candidate] = []
 
     def make_room(self, need_bytes: int, before_ns: int, *, spare: bool) -> Room:
         """Evict `need_bytes` of what was used before `before_ns`. Raises OSError.
 
-        `spare`: keep the files to be written over, where they can be.
+        `spare`: keep the files to be written over, where they can be, and some more of them.
         """
-        with self._volume.ledger.evicting() as alone:
+        blocks, ledger = self._volume.blocks, self._volume.ledger
+        with ledger.evicting() as alone:
             if not alone:
                 return Room.LATER
-            freed_bytes = self._evict(need_bytes, before_ns, spare)
+            if not spare:
+                freed_bytes, _ = self._evict(need_bytes, before_ns, spare=False)
+                return Room.MADE if freed_bytes else Room.NONE
+            count = max(-(-need_bytes // self._row_bytes), min(_AHEAD, blocks.spares.most))
+            ledger.add_spares(count * self._row_bytes)
+            made = 0
+            try:
+                freed_bytes, made = self._evict(count * self._row_bytes, before_ns, spare=True)
+            finally:
+                ledger.drop_spares((count - made) * self._row_bytes)
         return Room.MADE if freed_bytes else Room.NONE
 
     def oldest_ns(self) -> int | None:
@@ -52,8 +66,9 @@ class Evictor:
         found = self._index.least_recent(self._volume.number, 1)
         return found[0].used_ns if found else None
 
-    def _evict(self, need_bytes: int, before_ns: int, spare: bool) -> int:
-        freed_bytes = 0
+    def _evict(self, need_bytes: int, before_ns: int, *, spare: bool) -> tuple[int, int]:
+        """Bytes freed, and how many files became spares."""
+        freed_bytes = made = 0
         skipped: set[int] = set()
         while freed_bytes < need_bytes:
             candidate = self._next(skipped)
@@ -64,8 +79,10 @@ class Evictor:
             if self._is_loading(candidate.block_id):
                 skipped.add(candidate.block_id)
                 continue
-            freed_bytes += self._remove(candidate, spare)
-        return freed_bytes
+            removal = self._remove(candidate, spare)
+            freed_bytes += removal.freed_bytes
+            made += removal.spare
+        return freed_bytes, made
 
     def _next(self, skipped: set[int]) -> Candidate | None:
         """The oldest block that is still as old as when it was named."""
@@ -80,7 +97,7 @@ class Evictor:
             if not self._candidates:
                 return None
 
-    def _remove(self, candidate: Candidate, spare: bool) -> int:
+    def _remove(self, candidate: Candidate, spare: bool) -> Removal:
         block_id, volume = candidate.block_id, self._volume
         seen_ns = max(candidate.used_ns, self._index.shown_ns(block_id))
         removal = volume.blocks.remove(
@@ -93,11 +110,11 @@ class Evictor:
         if removal.used_ns is not None:
             # Another process has used it: it is as recent as that says.
             self._index.use(block_id, removal.used_ns)
-            return 0
+            return removal
         never_read = self._index.is_unread(block_id)
         self._index.remove(block_id, volume.number)
         if removal.freed_bytes:
             self._counters.add("evicted")
             self._counters.add("evicted_bytes", removal.freed_bytes)
             self._counters.add("evicted_never_read", never_read)
-        return removal.freed_bytes
+        return removal

@@ -11,7 +11,7 @@ import errno
 import fcntl
 import os
 import struct
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -42,8 +42,8 @@ class Io(Protocol):
 
     def open(self, directory: int, name: str, flags: int) -> int: ...
     def close(self, fd: int) -> None: ...
-    def preadv(self, fd: int, buffers: list[Bytes], offset: int) -> int: ...
-    def pwritev(self, fd: int, buffers: list[Bytes], offset: int) -> int: ...
+    def preadv(self, fd: int, buffers: list[Buffer], offset: int) -> int: ...
+    def pwritev(self, fd: int, buffers: list[Buffer], offset: int) -> int: ...
     def write_all(self, fd: int, data: bytes) -> None: ...
     def read_all(self, fd: int) -> bytes: ...
     def fallocate(self, fd: int, size: int) -> None: ...
@@ -90,11 +90,11 @@ class OsIo:
     def close(self, fd: int) -> None:
         os.close(fd)
 
-    def preadv(self, fd: int, buffers: list[Bytes], offset: int) -> int:
-        return os.preadv(fd, _vector(buffers), offset)
+    def preadv(self, fd: int, buffers: list[Buffer], offset: int) -> int:
+        return os.preadv(fd, buffers, offset)
 
-    def pwritev(self, fd: int, buffers: list[Bytes], offset: int) -> int:
-        return os.pwritev(fd, _vector(buffers), offset)
+    def pwritev(self, fd: int, buffers: list[Buffer], offset: int) -> int:
+        return os.pwritev(fd, buffers, offset)
 
     def write_all(self, fd: int, data: bytes) -> None:
         done = 0
@@ -202,11 +202,6 @@ class OsIo:
         finally:
             os.close(fd)
         return True
-
-
-def _vector(buffers: list[Bytes]) -> list[Buffer]:
-    # The same list; numpy's arrays have been buffers all along, mypy does not know it of a list.
-    return cast("list[Buffer]", buffers)
 
 
 def _open_by_component(directory: int, name: str, flags: int) -> int:

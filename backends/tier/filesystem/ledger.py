@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -29,7 +30,6 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from backends.tier.filesystem.io import Bytes
 from backends.tier.filesystem.naming import LEDGER, SHARDS
 from backends.tier.filesystem.place import Place
 from backends.tier.filesystem.writer import Writer
@@ -56,6 +56,8 @@ _WRITER = np.dtype(
         ("spare", "<u8", (2,)),
     ]
 )
+_COUNT = struct.Struct("<qq")
+_PLACE = struct.Struct("<QIIQQqQ16s")
 # Locked bytes. Shard s is byte _SHARD_LOCK + s.
 _TABLE_LOCK: Final = 0
 _SHARD_LOCK: Final = 1
@@ -143,29 +145,27 @@ class Ledger:
 
     # Counting.
 
-    @contextlib.contextmanager
-    def shard(self, shard: int) -> Iterator[None]:
+    def shard(self, shard: int) -> Held:
         """Hold a shard: names in it may be added and removed, and its count changed."""
-        with self._locked(_SHARD_LOCK + shard):
-            yield
+        return Held(self, _SHARD_LOCK + shard)
 
     def add(self, shard: int, nbytes: int, blocks: int) -> None:
         """Change the count of a shard that is held."""
+        at = _COUNTS_AT + shard * _COUNT.size
         with self._state:
-            row = self._read(_COUNTS_AT + shard * 16, 16).view("<i8")
-            if row[1] >= 0:
-                row[0] = max(0, int(row[0]) + nbytes)
-                row[1] = max(0, int(row[1]) + blocks)
-                self._write(_COUNTS_AT + shard * 16, row.view(np.uint8))
+            old_bytes, old_blocks = _COUNT.unpack(self._read(at, _COUNT.size))
+            if old_blocks >= 0:
+                new = max(0, old_bytes + nbytes), max(0, old_blocks + blocks)
+                self._write(at, _COUNT.pack(*new))
                 self._note(nbytes, blocks, shard)
 
     def set_count(self, shard: int, nbytes: int, blocks: int) -> None:
         """Set the count of a shard that is held to what stands there."""
+        at = _COUNTS_AT + shard * _COUNT.size
         with self._state:
-            old = np.maximum(self._read(_COUNTS_AT + shard * 16, 16).view("<i8"), 0)
-            row = np.array([nbytes, blocks], dtype="<i8")
-            self._write(_COUNTS_AT + shard * 16, row.view(np.uint8))
-            self._note(nbytes - int(old[0]), blocks - int(old[1]), shard)
+            old_bytes, old_blocks = _COUNT.unpack(self._read(at, _COUNT.size))
+            self._write(at, _COUNT.pack(nbytes, blocks))
+            self._note(nbytes - old_bytes, blocks - max(0, old_blocks), shard)
 
     def _note(self, nbytes: int, blocks: int, shard: int) -> None:
         old, more = self.cached, 0 if shard == QUARANTINE_SHARD else blocks
@@ -173,7 +173,8 @@ class Ledger:
 
     def counts(self) -> npt.NDArray[np.int64]:
         """Bytes and blocks of every shard, int64 [257, 2]."""
-        return self._read(_COUNTS_AT, COUNTS * 16).view("<i8").reshape(COUNTS, 2).astype(np.int64)
+        data = self._read(_COUNTS_AT, COUNTS * _COUNT.size)
+        return np.frombuffer(data, "<i8").reshape(COUNTS, 2)
 
     def totals(self) -> Totals:
         """What there is; never too little where the writers' table is held."""
@@ -185,10 +186,8 @@ class Ledger:
             reserved = int(writers["bytes"][others].sum()) + self._own_bytes()
             counts = self.counts()
             counted = bool((counts[:, 1] >= 0).all())
-            known = np.maximum(counts, 0)
-            self.cached = Totals(
-                int(known[:, 0].sum()), int(known[:SHARDS, 1].sum()), reserved, counted
-            )
+            blocks = int(np.maximum(counts[:SHARDS, 1], 0).sum())
+            self.cached = Totals(int(counts[:, 0].sum()), blocks, reserved, counted)
             return self.cached
 
     # Reserving.
@@ -202,7 +201,7 @@ class Ledger:
         if self._take_from_lease(nbytes):
             return 0
         self.ensure()
-        with self._locked(_TABLE_LOCK):
+        with Held(self, _TABLE_LOCK):
             if self._take_from_lease(nbytes):
                 return 0
             totals = self.totals()
@@ -239,13 +238,13 @@ class Ledger:
     def spare_bytes(self) -> int:
         return self._spare_bytes
 
-    def add_spare(self, nbytes: int) -> None:
-        """Count a file as a spare, before its shard ceases to. Raises OSError.
+    def add_spares(self, nbytes: int) -> None:
+        """Count files as spares, before their shards cease to. Raises OSError.
 
         Under the table's lock, as every increase is: whoever sums up must not miss a file that goes
         from its shard to its writer meanwhile.
         """
-        with self._locked(_TABLE_LOCK), self._state:
+        with Held(self, _TABLE_LOCK), self._state:
             self._spare_bytes += nbytes
             try:
                 self._write_slot()
@@ -259,8 +258,8 @@ class Ledger:
             self._spare_bytes -= nbytes
             self._in_use_bytes += nbytes
 
-    def drop_spare(self, nbytes: int) -> None:
-        """A spare is gone."""
+    def drop_spares(self, nbytes: int) -> None:
+        """Spares are gone, or never came about."""
         with self._state:
             self._spare_bytes -= nbytes
             with contextlib.suppress(OSError):
@@ -308,21 +307,22 @@ class Ledger:
         found: set[int] = set()
         for slot in np.flatnonzero(writers["used"] == 1).tolist():
             if slot != self._slot and self._lives(slot, writers[slot]):
-                claims = self._read(_CLAIMS_AT + slot * CLAIMS_MAX * 8, CLAIMS_MAX * 8).view("<u8")
+                data = self._read(_CLAIMS_AT + slot * CLAIMS_MAX * 8, CLAIMS_MAX * 8)
+                claims = np.frombuffer(data, "<u8")
                 found.update(claims[claims != 0].tolist())
         return found
 
     def _write_claims(self) -> None:
         if self._slot >= 0:
             at = _CLAIMS_AT + self._slot * CLAIMS_MAX * 8
-            self._write(at, self._claims.view(np.uint8))
+            self._write(at, self._claims.tobytes())
 
     # Other writers.
 
     def beat(self) -> None:
         """Show writers on other machines that this one lives, and that our place is still ours."""
         self.ensure()
-        with self._locked(_TABLE_LOCK):
+        with Held(self, _TABLE_LOCK):
             writers = self._writers()
             if int(writers["nonce"][self._slot]) != self._writer.nonce:
                 self._take_slot_locked()
@@ -347,7 +347,7 @@ class Ledger:
 
     def forget(self, dead: Writer) -> None:
         """Drop a dead writer's place: whatever it left has been counted."""
-        with self._locked(_TABLE_LOCK):
+        with Held(self, _TABLE_LOCK):
             for slot, found in enumerate(self._writers()):
                 if found["used"] == 1 and _writer_of(found) == dead:
                     self._clear_slot(slot)
@@ -366,7 +366,8 @@ class Ledger:
             try:
                 yield True
             finally:
-                self._unlock(_EVICT_LOCK)
+                with contextlib.suppress(OSError):
+                    self._io.lock(self._fd, _EVICT_LOCK, exclusive=False)
         finally:
             mutex.release()
 
@@ -396,9 +397,9 @@ class Ledger:
         except FileNotFoundError:
             return self._make_file()
         try:
-            header = np.zeros(16, dtype=np.uint8)
+            header = bytearray(16)
             whole = self._io.preadv(fd, [header], 0) == 16 and self._io.fstat(fd).st_size == _SIZE
-            if whole and header.tobytes() == _file_header():
+            if whole and header == _file_header():
                 return fd
         except BaseException:
             self._io.close(fd)
@@ -417,10 +418,8 @@ class Ledger:
         try:
             # All of it now: later there may be no room for a page in the middle.
             self._io.fallocate(fd, _SIZE)
-            self._write_at(fd, 0, np.frombuffer(_file_header(), dtype=np.uint8).copy())
-            counts = np.zeros((COUNTS, 2), dtype="<i8")
-            counts[:, 1] = -1
-            self._write_at(fd, _COUNTS_AT, counts.reshape(-1).view(np.uint8))
+            self._write_at(fd, 0, _file_header())
+            self._write_at(fd, _COUNTS_AT, _COUNT.pack(0, -1) * COUNTS)
             self._io.publish(self._place.temporary, LEDGER, self._place.root, LEDGER)
         except FileExistsError:
             self._io.close(fd)
@@ -434,7 +433,7 @@ class Ledger:
         return fd
 
     def _take_slot(self) -> None:
-        with self._locked(_TABLE_LOCK):
+        with Held(self, _TABLE_LOCK):
             self._take_slot_locked()
 
     def _take_slot_locked(self) -> None:
@@ -458,40 +457,44 @@ class Ledger:
             self._write_claims()
 
     def _clear_slot(self, slot: int) -> None:
-        self._write(_CLAIMS_AT + slot * CLAIMS_MAX * 8, np.zeros(CLAIMS_MAX * 8, dtype=np.uint8))
-        self._write(_WRITERS_AT + slot * 64, np.zeros(64, dtype=np.uint8))
+        self._write(_CLAIMS_AT + slot * CLAIMS_MAX * 8, bytes(CLAIMS_MAX * 8))
+        self._write(_WRITERS_AT + slot * _WRITER.itemsize, bytes(_WRITER.itemsize))
 
     def _write_slot(self, *, clear: bool = False) -> None:
         if self._slot < 0:
             return
-        row = np.zeros(1, dtype=_WRITER)
+        data = bytes(_WRITER.itemsize)
         if not clear:
             writer = self._writer
-            row[0] = (
+            data = _PLACE.pack(
                 *(writer.host, writer.pid, 1, writer.start_time, writer.nonce),
-                *(self._own_bytes(), time.time_ns(), (0, 0)),
+                *(self._own_bytes(), time.time_ns(), bytes(16)),
             )
-        self._write(_WRITERS_AT + self._slot * 64, row.view(np.uint8))
+        self._write(_WRITERS_AT + self._slot * _WRITER.itemsize, data)
 
     def _writers(self) -> npt.NDArray[np.void]:
-        return self._read(_WRITERS_AT, WRITERS_MAX * 64).view(_WRITER)
+        return np.frombuffer(self._read(_WRITERS_AT, WRITERS_MAX * _WRITER.itemsize), _WRITER)
 
-    def _read(self, offset: int, nbytes: int) -> Bytes:
-        data = np.zeros(nbytes, dtype=np.uint8)
+    def _read(self, offset: int, nbytes: int) -> bytearray:
+        data = bytearray(nbytes)
         if self._io.preadv(self._fd, [data], offset) != nbytes:
             raise OSError(errno.EIO, "the ledger is shorter than it must be", LEDGER)
         return data
 
-    def _write(self, offset: int, data: Bytes) -> None:
+    def _write(self, offset: int, data: bytes) -> None:
         self._write_at(self._fd, offset, data)
 
-    def _write_at(self, fd: int, offset: int, data: Bytes) -> None:
-        if self._io.pwritev(fd, [data], offset) != data.size:
+    def _write_at(self, fd: int, offset: int, data: bytes) -> None:
+        if self._io.pwritev(fd, [data], offset) != len(data):
             raise OSError(errno.EIO, "the ledger was written in part only", LEDGER)
 
-    @contextlib.contextmanager
-    def _locked(self, offset: int) -> Iterator[None]:
-        with self._mutexes[offset]:
+    def hold(self, offset: int) -> None:
+        """Lock one byte of the file. Raises OSError, also where another holds it for long."""
+        mutex = self._mutexes[offset]
+        mutex.acquire()
+        try:
+            if self._io.lock(self._fd, offset, exclusive=True):
+                return
             deadline_s = time.monotonic() + LOCK_TIMEOUT_S
             pause_s = 0.0001
             while not self._io.lock(self._fd, offset, exclusive=True):
@@ -500,14 +503,33 @@ class Ledger:
                     raise OSError(errno.ETIMEDOUT, text, LEDGER)
                 time.sleep(pause_s)
                 pause_s = min(pause_s * 2, 0.01)
-            try:
-                yield
-            finally:
-                self._unlock(offset)
+        except BaseException:
+            mutex.release()
+            raise
 
-    def _unlock(self, offset: int) -> None:
-        with contextlib.suppress(OSError):
+    def let_go(self, offset: int) -> None:
+        try:
             self._io.lock(self._fd, offset, exclusive=False)
+        except OSError:
+            pass  # It ends with the descriptor; a lock of ours never keeps ourselves out.
+        finally:
+            self._mutexes[offset].release()
+
+
+class Held:
+    """A lock of a ledger, in a `with` statement."""
+
+    __slots__ = ("_ledger", "_offset")
+
+    def __init__(self, ledger: Ledger, offset: int) -> None:
+        self._ledger = ledger
+        self._offset = offset
+
+    def __enter__(self) -> None:
+        self._ledger.hold(self._offset)
+
+    def __exit__(self, *_: object) -> None:
+        self._ledger.let_go(self._offset)
 
 
 def _file_header() -> bytes:

@@ -505,7 +505,12 @@ class FilesystemTier(Tier):
     def _make_lane(self, volume: Volume) -> Lane:
         settings, number = self._settings, volume.number
         evictor = Evictor(
-            volume, self._index, self._namespaces, self._jobs.is_loading, self._counters
+            volume,
+            self._index,
+            self._namespaces,
+            self._jobs.is_loading,
+            self._counters,
+            self._row_bytes,
         )
         scanner = Scanner(
             *(volume, self._index, self._namespaces, self._row_bytes),

@@ -15,7 +15,7 @@ def write_row(io: Io, fd: int, row: Bytes) -> None:
     """Write all of `row` at the file's begin; a short write is gone on with. Raises OSError."""
     done = 0
     while done < row.size:
-        written = io.pwritev(fd, [row[done:]], done)
+        written = io.pwritev(fd, [row[done:].data], done)
         # O_DIRECT goes on at an aligned place only; what lies behind it is written once more.
         step = (done + written) // ALIGNMENT_BYTES * ALIGNMENT_BYTES - done
         if done + written == row.size:
@@ -29,7 +29,7 @@ def read_row(io: Io, fd: int, row: Bytes) -> int:
     """Fill `row` from the file's begin; the bytes read, fewer only if the file ends there."""
     done = 0
     while done < row.size:
-        got = io.preadv(fd, [row[done:]], done)
+        got = io.preadv(fd, [row[done:].data], done)
         if got <= 0 or (done + got) % ALIGNMENT_BYTES:
             return done + max(0, got)
         done += got
