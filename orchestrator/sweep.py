@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from rich.console import Console
@@ -32,7 +33,7 @@ class Sweep:
                 "store_bytes_per_s": shm.get("store_bytes_per_s"),
                 "load_bytes_per_s": shm.get("load_bytes_per_s"),
                 "ready_s": report.get("ready_s"),
-                "run_dir": str(job.run_dir),
+                "run_dir": os.path.relpath(job.run_dir),
             }
         )
 

@@ -114,11 +114,14 @@ class TierMachine(RuleBasedStateMachine):
     def touch(self, keys: list[BlockKey]) -> None:
         self.bench.tier.touch(keys)
 
-    @precondition(lambda self: self.capabilities.corruption and not self.flights)
-    @rule(key=st.sampled_from(_KEYS), place=st.floats(0, 1, exclude_max=True), cut=st.booleans())
-    def damage(self, key: BlockKey, place: float, cut: bool) -> None:
+    @precondition(lambda self: self.capabilities.corruption and self._quiet_and_whole())
+    @rule(pick=st.integers(0, 99), place=st.floats(0, 1, exclude_max=True), cut=st.booleans())
+    def damage(self, pick: int, place: float, cut: bool) -> None:
+        whole = self._quiet_and_whole()
+        key = whole[pick % len(whole)]
         data = self.harness.raw_read(FINGERPRINT, key)
-        if not data or self.possible[key] != {Stored.WHOLE}:
+        if not data:
+            require(self.evicted, "a block that is surely stored cannot be read from behind")
             return
         at = int(place * len(data))
         bad = data[:at] if cut else data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :]
@@ -243,6 +246,12 @@ class TierMachine(RuleBasedStateMachine):
         for flight in self.flights.values():
             if key in flight.seen:
                 flight.seen[key] |= self.possible[key]
+
+    def _quiet_and_whole(self) -> list[BlockKey]:
+        """Keys that are surely stored; none while jobs are under way."""
+        if self.flights:
+            return []
+        return [key for key in _KEYS if self.possible[key] == {Stored.WHOLE}]
 
     def _busy(self) -> set[BlockKey]:
         return {key for flight in self.flights.values() for key in flight.keys}

@@ -95,6 +95,7 @@ class BlockFiles:
         self._owed: list[int] = []
         self.spares = spares
         self._full_until_s = 0.0
+        self._may_skip_atime = True
         self.direct = Direct(False, "not opened yet")
 
     def store(
@@ -136,7 +137,7 @@ class BlockFiles:
         `touch_before_ns`. Gives the time that others see now.
         """
         try:
-            fd = self._io.open(self._place.root, self._path(key, block_id), self._read_flags())
+            fd = self._open_to_read(self._place.root, self._path(key, block_id))
         except OSError as error:
             if error.errno not in _NO_FILE:
                 raise
@@ -263,7 +264,7 @@ class BlockFiles:
         about without writing is found by the checksum when the block is loaded.
         """
         try:
-            fd = self._io.open(leaf, name, self._read_flags())
+            fd = self._open_to_read(leaf, name)
         except FileNotFoundError:
             return False
         except OSError as error:
@@ -387,10 +388,16 @@ class BlockFiles:
         with contextlib.suppress(OSError):
             self._io.unlink(self._place.temporary, temporary)
 
-    def _read_flags(self) -> int:
+    def _open_to_read(self, directory: int, name: str) -> int:
         # O_NONBLOCK: whoever opens a FIFO that was put in a block's place must not wait.
-        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW
-        return flags | os.O_DIRECT if self.direct.on else flags
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | (os.O_DIRECT if self.direct.on else 0)
+        if self._may_skip_atime:
+            # The atime is what this tier says of the use; the kernel's own would be written as often.
+            try:
+                return self._io.open(directory, name, flags | os.O_NOATIME)
+            except PermissionError:
+                self._may_skip_atime = False  # A file of another user.
+        return self._io.open(directory, name, flags)
 
     def _wrong_file(self, found: os.stat_result) -> str | None:
         if not stat.S_ISREG(found.st_mode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable
 from typing import Final
 
@@ -97,6 +98,11 @@ class Evictor:
             if not self._candidates:
                 return None
 
+    def _put_in_order(self, candidate: Candidate) -> None:
+        """Among the known candidates, which come newest first; not beyond the newest of them."""
+        if self._candidates and candidate.used_ns < self._candidates[0].used_ns:
+            bisect.insort(self._candidates, candidate, key=lambda c: -c.used_ns)
+
     def _remove(self, candidate: Candidate, spare: bool) -> Removal:
         block_id, volume = candidate.block_id, self._volume
         seen_ns = max(candidate.used_ns, self._index.shown_ns(block_id))
@@ -110,6 +116,7 @@ class Evictor:
         if removal.used_ns is not None:
             # Another process has used it: it is as recent as that says.
             self._index.use(block_id, removal.used_ns)
+            self._put_in_order(candidate._replace(used_ns=removal.used_ns))
             return removal
         never_read = self._index.is_unread(block_id)
         self._index.remove(block_id, volume.number)

@@ -75,6 +75,7 @@ class Index:
         self._namespaces = np.zeros(_FIRST, np.uint16)
         self._volumes = np.zeros(_FIRST, np.uint8)
         self._flags = np.zeros(_FIRST, np.uint8)
+        self._counts: dict[int, int] = {}
         self.generation = 0
 
     def __len__(self) -> int:
@@ -82,6 +83,10 @@ class Index:
 
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._places
+
+    def count(self, volume: int) -> int:
+        """Blocks known on a volume, of all namespaces."""
+        return self._counts.get(volume, 0)
 
     # One block.
 
@@ -133,6 +138,10 @@ class Index:
                 self._enter(place, block_id, key)
                 self._flags[place] = _LIVE
                 self._places[block_id] = place
+                self._count(volume, 1)
+            elif self._volumes[place] != volume:
+                self._count(int(self._volumes[place]), -1)
+                self._count(volume, 1)
             self._namespaces[place] = namespace
             self._volumes[place] = volume
             self._used_ns[place] = max(int(self._used_ns[place]), used_ns)
@@ -157,6 +166,7 @@ class Index:
             if place is None or (volume is not None and self._volumes[place] != volume):
                 return False
             del self._places[block_id]
+            self._count(int(self._volumes[place]), -1)
             self._flags[place] = 0
             self._used_ns[place] = 0
             self._free.append(place)
@@ -198,6 +208,7 @@ class Index:
         self._flags[new] = _LIVE
         self._places.update(zip(ids, range(new.start, new.stop), strict=True))
         self._end += count
+        self._count(volume, count)
         return count
 
     def forget_unseen(self, volume: int) -> int:
@@ -208,11 +219,6 @@ class Index:
             & (self._volumes[:end] == volume)
             & (self._seen[:end] != self.generation)
         )
-        return sum(self.remove(block_id, volume) for block_id in self._ids[:end][gone].tolist())
-
-    def forget_volume(self, volume: int) -> int:
-        end = self._end
-        gone = (self._flags[:end] & _LIVE != 0) & (self._volumes[:end] == volume)
         return sum(self.remove(block_id, volume) for block_id in self._ids[:end][gone].tolist())
 
     def columns(self, namespace: int, volume: int) -> Columns:
@@ -256,6 +262,9 @@ class Index:
         return int(used_ns.min()) if used_ns.size else None
 
     # Places.
+
+    def _count(self, volume: int, more: int) -> None:
+        self._counts[volume] = self._counts.get(volume, 0) + more
 
     def _candidate(self, place: int) -> Candidate:
         digest = self._hashes[place, : self._lengths[place]].tobytes()

@@ -18,6 +18,7 @@ from backends.tier.filesystem.blockfiles import Room
 from backends.tier.filesystem.counters import Counters
 from backends.tier.filesystem.evict import Evictor
 from backends.tier.filesystem.index import Index
+from backends.tier.filesystem.ledger import Totals
 from backends.tier.filesystem.scan import Scanner
 from backends.tier.filesystem.settings import FilesystemSettings
 from backends.tier.filesystem.volume import Volume
@@ -25,7 +26,11 @@ from backends.tier.filesystem.volume import Volume
 _TICK_S: Final = 0.25
 _BEAT_S: Final = 1.0
 _SWEEP_S: Final = 30.0
-_RESCAN_S: Final = 30.0
+_RESCAN_S: Final = 2.0
+_RESCAN_SHARE: Final = 20.0
+# So many blocks, or one part in so many, may be unknown without a new scan.
+_UNKNOWN: Final = 4
+_UNKNOWN_SHARE: Final = 50
 # Stores that have paused for so long are over for now.
 _PAUSE_S: Final = 1.0
 _EVICT_STEP_BYTES: Final = 64 << 20
@@ -114,9 +119,11 @@ class Keeper:
             self._counters.add("swept", volume.sweep())
             self._next_sweep_s = now_s + _SWEEP_S
         self._recount_for_the_dead()
-        if (not self.scanned.is_set() or not totals.counted) and now_s >= self._next_scan_s:
-            self._next_scan_s = now_s + _RESCAN_S
+        if now_s >= self._next_scan_s and self._has_to_scan(totals):
             self._scan()
+            # A scan of millions takes its time, and is not to take all of it.
+            took_s = time.monotonic() - now_s
+            self._next_scan_s = now_s + max(_RESCAN_S, _RESCAN_SHARE * took_s)
         self._settle_debts()
         self._evict()
         if now_s >= self._next_snapshot_s:
@@ -131,6 +138,13 @@ class Keeper:
             if columns is not None:
                 self._index.add_many(columns, 0, self._volume.number)
         self.restored.set()
+
+    def _has_to_scan(self, totals: Totals) -> bool:
+        """Whether there is too much here that this process does not know, so cannot evict."""
+        if not self.scanned.is_set() or not totals.counted:
+            return True
+        unknown = abs(totals.blocks - self._index.count(self._volume.number))
+        return unknown > max(_UNKNOWN, totals.blocks // _UNKNOWN_SHARE)
 
     def _scan(self) -> None:
         self._index.generation += 1
@@ -188,9 +202,11 @@ class Keeper:
         self._over = self._held_bytes() > low_bytes
 
     def _held_bytes(self) -> int:
-        """What counts against the watermarks: spare files make room as they are."""
-        ledger = self._volume.ledger
-        return ledger.totals().all_bytes - ledger.spare_bytes
+        """What counts against the watermarks: not what is being written, and not spare files.
+
+        Those are reservations, and keep within the capacity on their own.
+        """
+        return self._volume.ledger.totals().bytes
 
     def _evict_some(self, nbytes: int, *, spare: bool) -> bool:
         if self._stopped:
