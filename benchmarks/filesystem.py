@@ -11,9 +11,9 @@ first store nothing is there: every block makes its file. fio makes a file for e
 load        with O_DIRECT, or where the disk has none, after the page cache has dropped the files.
             fio reads its file in order, likewise.
 
-fio runs with io_uring, or with threads where that is not allowed, and as many requests at a time as
-the tier has threads that store, or load. All blocks are checked as they are loaded, and some of them
-byte for byte. Leader CPU is the thread time of the calls that an engine's step makes.
+fio runs with io_uring, or with threads where that is not allowed, and as many requests at a time
+as the tier has threads that store, or load. All blocks are checked as they are loaded, and some of
+them byte for byte. Leader CPU is the thread time of the calls that an engine's step makes.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ import numpy as np
 from backends.block import COMPLETE, HEADER_BYTES, BlockKey, write_header
 from backends.testing import RowBuffer, make_context, make_keys
 from backends.tier.base import Job, Lookup, Outcome
-from backends.tier.filesystem import FilesystemSettings, FilesystemTier, naming, snapshot
+from backends.tier.filesystem import FilesystemSettings, naming, snapshot
 from backends.tier.filesystem.index import Columns
 from backends.tier.filesystem.naming import Namespace
 from backends.tier.filesystem.pool import store_threads_of
+from backends.tier.filesystem.tier import FilesystemTier
 from benchmarks._report import Cell, Report, make_parser, publish
 
 BATCH = 16

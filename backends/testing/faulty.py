@@ -101,6 +101,7 @@ class FaultyTier(TierWrapper):
             self._pass_on(split, hung)
 
     def lookup(self, keys: Sequence[BlockKey]) -> Sequence[Lookup]:
+        self._collect()
         answers = self.inner.lookup(keys)
         hung = {split.job.keys[index] for split in self._jobs.values() for index in split.hung}
         return [self._look(key, answer, hung) for key, answer in zip(keys, answers, strict=True)]

@@ -34,7 +34,7 @@ class SlowTier(TierWrapper):
     PENDING for `lookup_latency_s`.
 
     It keeps the contract: jobs whose deadline passes on the way are LATE, and never touch the
-    inner tier. It has no thread; jobs move on when it is polled or drained.
+    inner tier. It has no thread; jobs move on when it is polled, asked or drained.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class SlowTier(TierWrapper):
         self._closed = False
 
     def lookup(self, keys: Sequence[BlockKey]) -> Sequence[Lookup]:
+        self._move_on()
         answers = list(self.inner.lookup(keys))
         if self._closed:
             return answers

@@ -15,7 +15,8 @@ What a caller may count on beyond each method's own words:
   method; TierError is for a caller's mistake (a job id that is in use, a submit after `close`).
 - A key that is stored DONE is a HIT at once in this process, and stays one until the quota evicts
   it or it is found CORRUPT. Other processes see it after a while, whole.
-- PENDING ends: whoever goes on asking gets HIT or MISS, whatever became of the store or the writer.
+- PENDING ends: whoever goes on asking, and does nothing else, gets HIT or MISS as soon as the
+  storage answers, whatever became of the store or of its writer.
 - A key that was found CORRUPT is a MISS until its next store, which writes it anew.
 - A batch goes prefix first. When the quota makes a tier forget, it forgets the later keys of a
   batch before the earlier ones, because an extension is of no use without its prefix.

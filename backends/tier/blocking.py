@@ -126,6 +126,7 @@ class BlockingTier(Tier):
     def lookup(self, keys: Sequence[BlockKey]) -> Sequence[Lookup]:
         now_s = time.monotonic()
         with self._lock:
+            self._end_late_ones()
             return [self._lookup(key, now_s) for key in keys]
 
     def submit_store(self, job: Job) -> None:

@@ -9,14 +9,15 @@ import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from backends.block import BlockKey
 from backends.testing import Opener, TierHarness
 from backends.tier.base import Tier, TierContext
-from backends.tier.filesystem import FilesystemSettings, FilesystemTier, naming
+from backends.tier.filesystem import FilesystemSettings, naming
 from backends.tier.filesystem.io import OsIo
 from backends.tier.filesystem.naming import Namespace
+from backends.tier.filesystem.tier import FilesystemTier
 
 ROW_BYTES = 16384
 # The suite counts blocks exactly, so nothing is evicted before it must be.
@@ -63,7 +64,7 @@ class FilesystemHarness(TierHarness):
 
     capabilities = FilesystemTier.capabilities
     can_stall = True
-    changes: Mapping[str, Any] = {}
+    changes: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, ClassVar
 
 from filesystem_kit import FilesystemHarness
 
@@ -14,7 +16,7 @@ class TestFilesystem(TierConformance):
 
 
 class BufferedHarness(FilesystemHarness):
-    changes = {"direct": "off"}
+    changes: ClassVar[Mapping[str, Any]] = {"direct": "off"}
 
 
 class TestFilesystemBuffered(TierConformance):

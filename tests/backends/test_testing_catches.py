@@ -8,12 +8,13 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from docs_code import write_files
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis.errors import Flaky
 from hypothesis.stateful import run_state_machine_as_test
 
 from backends.block import BlockKey
@@ -37,7 +38,7 @@ def test_every_broken_tier_is_caught(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{HERE.parents[1]}"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 1, done.stdout + done.stderr
@@ -91,6 +92,16 @@ class Overruns(MemoryTier):
         pass
 
 
+def around(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, those in it if it is a group, and those that it came from."""
+    if error is None:
+        return
+    yield error
+    for inner in error.exceptions if isinstance(error, BaseExceptionGroup) else ():
+        yield from around(inner)
+    yield from around(error.__cause__ or error.__context__)
+
+
 @pytest.mark.parametrize(
     "tier", [NeverChecks, ForgetsAtRandom, KeepsDamage, ClaimsToHaveAll, NeverLate, Overruns]
 )
@@ -102,8 +113,9 @@ def test_the_state_machine_catches_it_too(tier: type[MemoryTier]) -> None:
         (TierMachine,),
         {"harness_type": harness, "capacity_blocks": capacity_blocks, "patience_s": 2.0},
     )
-    # A group where Hypothesis could not repeat it: which thread was first is not in its hands.
-    with pytest.raises((ContractBroken, ExceptionGroup)) as caught:
+    # Another error around it where Hypothesis could not repeat it: which thread was first is not in
+    # its hands.
+    with pytest.raises((ContractBroken, ExceptionGroup, Flaky)) as caught:
         run_state_machine_as_test(
             machine,
             settings=settings(
@@ -116,5 +128,4 @@ def test_the_state_machine_catches_it_too(tier: type[MemoryTier]) -> None:
                 suppress_health_check=list(HealthCheck),
             ),
         )
-    if isinstance(caught.value, ExceptionGroup):
-        assert caught.value.subgroup(ContractBroken)
+    assert any(isinstance(error, ContractBroken) for error in around(caught.value))

@@ -28,7 +28,7 @@ def test_the_documented_tier_passes_the_suite(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": str(REPO)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -53,7 +53,7 @@ def test_the_documented_tier_is_clean(tmp_path: Path) -> None:
             cwd=folder,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=280,
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr

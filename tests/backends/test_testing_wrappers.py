@@ -70,14 +70,19 @@ def test_a_narrow_pipe_makes_jobs_wait_for_each_other(open_bench: Open) -> None:
 
 
 def test_jitter_depends_on_the_seed_alone(open_bench: Open) -> None:
-    def order(seed: int) -> list[int]:
-        bench = slow(open_bench, latency_s=0.01, jitter=1.0, seed=seed)
-        bench.wait(*(bench.submit_load(make_keys("jitter", 1)) for _ in range(12)))
-        return list(bench.results)
+    def delays_s(seed: int) -> list[float]:
+        bench = slow(open_bench, latency_s=3600.0, jitter=0.5, seed=seed)
+        for _ in range(8):
+            bench.submit_load(make_keys("jitter", 1))
+        assert isinstance(bench.tier, SlowTier)
+        travelling = bench.tier._travelling.values()
+        return [item.arrives_s - item.began_s for item in travelling]
 
-    assert order(1) == order(1)
-    assert order(1) != order(2)
-    assert order(1) != list(range(12))
+    first = delays_s(1)
+    assert first == pytest.approx(delays_s(1), abs=1e-3)
+    assert first != pytest.approx(delays_s(2), abs=1e-3)
+    assert all(1800 <= delay_s <= 5400 for delay_s in first)
+    assert max(first) - min(first) > 600
 
 
 def test_a_job_that_is_late_on_the_way_never_arrives(open_bench: Open) -> None:

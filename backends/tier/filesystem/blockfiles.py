@@ -10,15 +10,17 @@ import enum
 import errno
 import os
 import stat
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from backends import block
 from backends.block import BlockKey
 from backends.tier.filesystem import naming
-from backends.tier.filesystem.io import ALIGNMENT_BYTES, DIRECTORY, Bytes
+from backends.tier.filesystem.io import ALIGNMENT_BYTES, Bytes
+from backends.tier.filesystem.leaves import Leaves
 from backends.tier.filesystem.ledger import Ledger, Totals
 from backends.tier.filesystem.naming import Namespace
 from backends.tier.filesystem.place import Place
@@ -50,6 +52,15 @@ class Room(enum.Enum):
     NONE = "none"
 
 
+class Victim(NamedTuple):
+    """A block to be evicted, unless it was used later than that."""
+
+    namespace: str
+    shard: int
+    name: str
+    unless_used_after_ns: int
+
+
 class Removal(NamedTuple):
     """Bytes freed. `used_ns`: it stays, because it was used then; None: it is gone.
 
@@ -59,6 +70,14 @@ class Removal(NamedTuple):
     freed_bytes: int
     used_ns: int | None
     spare: bool = False
+
+
+class Unpublished(NamedTuple):
+    """A finished file that nobody sees: its name in the writer's own directory."""
+
+    key: BlockKey
+    block_id: int
+    temporary: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,37 +115,92 @@ class BlockFiles:
         self.spares = spares
         self._full_until_s = 0.0
         self._may_skip_atime = True
+        self._making_room = threading.Lock()
+        self._leaves = Leaves(place, form.namespace.name)
         self.direct = Direct(False, "not opened yet")
 
-    def store(
+    def settle(self, key: BlockKey, block_id: int) -> bool:
+        """Whether the right block is there already; something wrong in its place is put away.
+
+        "Right" costs no reading of the payload as long as the file's mtime is the creation time in
+        its header, which is what this tier sets: nobody has written to it since. Damage that comes
+        about without writing is found by the checksum when the block is loaded.
+        """
+        try:
+            fd = self._open_to_read(self._place.root, self._path(key, block_id))
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_FILE:
+                raise
+            self.put_away(key, block_id)
+            return False
+        try:
+            found = self._io.fstat(fd)
+            if self._wrong_file(found) is None and self._right_block(fd, found, key):
+                return True
+        finally:
+            self._io.close(fd)
+        self.put_away(key, block_id, found)
+        return False
+
+    def write(
         self,
         key: BlockKey,
         block_id: int,
         row: Bytes,
         used_ns: int,
         make_room: Callable[[int], Room],
-    ) -> bool:
-        """Store a row whose header is COMPLETE: True if it was written, False if it was there.
+    ) -> Unpublished:
+        """Write a row whose header is COMPLETE to a file that nobody sees, and seal it.
 
         `make_room(n)` tries to evict n bytes. Raises NoRoom, and what `make_room` raises.
         """
-        name = naming.block_name(key)
-        leaf = self._open_leaf(block_id)
+        spare = self._obtain(make_room)
         try:
-            if self._settle(leaf, name, key, block_id):
-                return False
-            try:
-                self._write(leaf, name, block_id, row, used_ns, make_room)
-            except FileExistsError:
-                # Another writer was first. If what it wrote is wrong, it is out of the way now.
-                if self._settle(leaf, name, key, block_id):
-                    return False
-                self._write(leaf, name, block_id, row, used_ns, make_room)
-            if self._form.durability == "full":
-                self._place.flush_directory(leaf)
-            return True
-        finally:
-            self._io.close(leaf)
+            created_ns = _file_time_ns(block.read_header(row))
+            block.seal(row, row.size - block.HEADER_BYTES)
+            return Unpublished(key, block_id, self._write_file(spare, row, used_ns, created_ns))
+        except BaseException:
+            self._ledger.release(row.size)
+            raise
+
+    def publish(self, batch: Sequence[Unpublished]) -> list[OSError | None]:
+        """Give files their names, each if nobody has it: what went wrong, None where nothing did.
+
+        FileExistsError: another writer was first. What has not got its name is deleted.
+        """
+        results: list[OSError | None] = [None] * len(batch)
+        named = [False] * len(batch)
+        counted = True
+        try:
+            with self._ledger.counting() as counts:
+                for i, file in enumerate(batch):
+                    try:
+                        self._give_name(file)
+                        named[i] = True
+                        counts.add(naming.shard_of(file.block_id), self._form.row_bytes, 1)
+                    except OSError as error:
+                        results[i] = error
+        except OSError as error:
+            counted = False
+            for i, ok in enumerate(named):
+                if not ok and results[i] is None:
+                    results[i] = error
+        released = 0
+        for file, ok in zip(batch, named, strict=True):
+            if ok and not counted:
+                # It is there but not in the count. Its reservation counts for it until it is.
+                self._owed.append(naming.shard_of(file.block_id))
+                continue
+            released += self._form.row_bytes
+            if not ok:
+                self._discard(file.temporary)
+        if released:
+            self._ledger.release(released)
+        if self._form.durability == "full":
+            self._flush_names(batch, results)
+        return results
 
     def load(
         self, key: BlockKey, block_id: int, row: Bytes, used_ns: int, touch_before_ns: int
@@ -182,31 +256,59 @@ class BlockFiles:
         finally:
             self._io.close(fd)
 
-    def remove(
-        self, leaf: str, name: str, shard: int, unless_used_after_ns: int, *, spare: bool
-    ) -> Removal:
-        """Evict one block of any namespace, unless somebody used it later.
+    def remove(self, victims: Sequence[Victim], *, spare: bool) -> list[Removal]:
+        """Evict blocks, of any namespace, unless somebody used them later.
 
-        `spare`: keep its file to be written over, if it can be; a spare is counted for it already.
+        `spare`: keep their files to be written over, where they can be; spares are counted for them
+        already.
         """
+        removals = [self._look(victim) for victim in victims]
+        with self._ledger.counting() as counts:
+            for i, victim in enumerate(victims):
+                found = removals[i]
+                if found.used_ns is not None or not found.freed_bytes:
+                    continue
+                # Another name of the same file is somebody's copy: it is not to be written over.
+                fits = spare and found.spare
+                try:
+                    with self._opened(victim) as directory:
+                        if fits:
+                            new = self._place.new_name()
+                            self._io.replace(directory, victim.name, self._place.temporary, new)
+                            self.spares.put(new)
+                        else:
+                            self._io.unlink(directory, victim.name)
+                except FileNotFoundError:
+                    removals[i] = Removal(0, None)
+                    continue
+                counts.add(victim.shard, -found.freed_bytes, -1)
+                removals[i] = found._replace(spare=fits)
+        return removals
+
+    def _look(self, victim: Victim) -> Removal:
+        """What removing it would free. `spare`: its file can be written over."""
         try:
-            with self._place.directory(leaf) as directory:
-                found = self._io.stat(directory, name)
-                if found.st_atime_ns > unless_used_after_ns:
-                    return Removal(0, found.st_atime_ns)
-                # Another name of the same file is somebody's copy of it: not to be written over.
-                fits = found.st_size == self._form.row_bytes and found.st_nlink == 1
-                new = self._place.new_name() if spare and fits else None
-                with self._ledger.shard(shard):
-                    if new is None:
-                        self._io.unlink(directory, name)
-                    else:
-                        self._io.replace(directory, name, self._place.temporary, new)
-                        self.spares.put(new)
-                    self._ledger.add(shard, -found.st_size, -1)
-                return Removal(found.st_size, None, new is not None)
+            with self._opened(victim) as directory:
+                found = self._io.stat(directory, victim.name)
         except FileNotFoundError:
             return Removal(0, None)
+        if found.st_atime_ns > victim.unless_used_after_ns:
+            return Removal(0, found.st_atime_ns)
+        fits = found.st_size == self._form.row_bytes and found.st_nlink == 1
+        return Removal(found.st_size, None, fits and stat.S_ISREG(found.st_mode))
+
+    @contextlib.contextmanager
+    def _opened(self, victim: Victim) -> Iterator[int]:
+        if victim.namespace == self._form.namespace.name:
+            with self._leaves.opened(victim.shard) as directory:
+                yield directory
+        else:
+            with self._place.directory(f"{victim.namespace}/{victim.shard:02x}") as directory:
+                yield directory
+
+    def close(self) -> None:
+        """Close the directories that were kept open. May be called again."""
+        self._leaves.close()
 
     def drop_spares(self) -> None:
         """Delete all spare files."""
@@ -246,40 +348,28 @@ class BlockFiles:
     def _path(self, key: BlockKey, block_id: int) -> str:
         return f"{self._form.namespace.leaf(block_id)}/{naming.block_name(key)}"
 
-    def _open_leaf(self, block_id: int) -> int:
-        root, path = self._place.root, self._form.namespace.leaf(block_id)
-        with contextlib.suppress(FileNotFoundError):
-            return self._io.open(root, path, DIRECTORY)
-        namespace, _, shard = path.partition("/")
-        self._place.make_directory(root, namespace)
-        with self._place.directory(namespace) as parent:
-            self._place.make_directory(parent, shard)
-            return self._io.open(parent, shard, DIRECTORY)
+    def _give_name(self, file: Unpublished) -> None:
+        shard, name = naming.shard_of(file.block_id), naming.block_name(file.key)
+        for removed in (False, True):
+            if removed:
+                self._leaves.renew(shard)
+            try:
+                with self._leaves.opened(shard) as leaf:
+                    self._io.publish(self._place.temporary, file.temporary, leaf, name)
+                return
+            except FileNotFoundError:
+                if removed:
+                    raise
 
-    def _settle(self, leaf: int, name: str, key: BlockKey, block_id: int) -> bool:
-        """Whether the right block is there already; something wrong in its place is put away.
-
-        "Right" costs no reading of the payload as long as the file's mtime is the creation time in
-        its header, which is what this tier sets: nobody has written to it since. Damage that comes
-        about without writing is found by the checksum when the block is loaded.
-        """
-        try:
-            fd = self._open_to_read(leaf, name)
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            if error.errno not in _NO_FILE:
-                raise
-            self.put_away(key, block_id)
-            return False
-        try:
-            found = self._io.fstat(fd)
-            if self._wrong_file(found) is None and self._right_block(fd, found, key):
-                return True
-        finally:
-            self._io.close(fd)
-        self.put_away(key, block_id, found)
-        return False
+    def _flush_names(self, batch: Sequence[Unpublished], results: list[OSError | None]) -> None:
+        for shard in {naming.shard_of(file.block_id) for file in batch}:
+            try:
+                with self._leaves.opened(shard) as leaf:
+                    self._place.flush_directory(leaf)
+            except OSError as error:
+                for i, file in enumerate(batch):
+                    if naming.shard_of(file.block_id) == shard and results[i] is None:
+                        results[i] = error
 
     def _right_block(self, fd: int, found: os.stat_result, key: BlockKey) -> bool:
         page = self._pages.get()
@@ -296,45 +386,28 @@ class BlockFiles:
                 return False
             raise
 
-    def _write(
-        self,
-        leaf: int,
-        name: str,
-        block_id: int,
-        row: Bytes,
-        used_ns: int,
-        make_room: Callable[[int], Room],
-    ) -> None:
-        """Raises FileExistsError if another writer's file has the name by now."""
-        spare = self._obtain(make_room)
-        counted = True
-        try:
-            created_ns = _file_time_ns(block.read_header(row))
-            block.seal(row, row.size - block.HEADER_BYTES)
-            temporary = self._write_temporary(spare, row, used_ns, created_ns)
-            counted = self._publish(temporary, leaf, name, naming.shard_of(block_id))
-        finally:
-            if counted:
-                self._ledger.release(row.size)
-
     def _obtain(self, make_room: Callable[[int], Room]) -> str | None:
         """Reserve space for a block: the name of a spare file that has it, or None."""
+        if (spare := self._take_spare()) is not None:
+            return spare
         nbytes, now_s = self._form.row_bytes, time.monotonic()
-        end_s = now_s + _ROOM_TIMEOUT_S
-        # Where the last one found no room, this one need not ask: it evicts at once.
-        full = now_s < self._full_until_s
+        # Where there was no room a moment ago there is no use in asking.
+        if now_s >= self._full_until_s and self._ledger.reserve(nbytes, self._limit_bytes) <= 0:
+            return None
         while True:
-            spare = self.spares.take()
-            if spare is not None:
-                self._ledger.use_spare(nbytes)
-                return spare
-            short = nbytes if full else self._ledger.reserve(nbytes, self._limit_bytes)
-            if short <= 0:
+            # One thread makes room for all that wait here.
+            with self._making_room:
+                if (spare := self._take_spare()) is not None:
+                    return spare
+                room = make_room(nbytes)
+                if self.spares.most:
+                    until_s = time.monotonic() + _FULL_S
+                    self._full_until_s = until_s if room is Room.MADE else 0.0
+                if (spare := self._take_spare()) is not None:
+                    return spare
+            if self._ledger.reserve(nbytes, self._limit_bytes) <= 0:
                 return None
-            room = make_room(short)
-            self._full_until_s = time.monotonic() + _FULL_S if room is Room.MADE else 0.0
-            full = full and room is Room.MADE
-            if room is Room.NONE or time.monotonic() > end_s:
+            if room is Room.NONE or time.monotonic() > now_s + _ROOM_TIMEOUT_S:
                 break
             if room is Room.LATER:
                 time.sleep(_ROOM_STEP_S)
@@ -345,7 +418,13 @@ class BlockFiles:
             "older can be evicted"
         )
 
-    def _write_temporary(self, spare: str | None, row: Bytes, used_ns: int, created_ns: int) -> str:
+    def _take_spare(self) -> str | None:
+        spare = self.spares.take()
+        if spare is not None:
+            self._ledger.use_spare(self._form.row_bytes)
+        return spare
+
+    def _write_file(self, spare: str | None, row: Bytes, used_ns: int, created_ns: int) -> str:
         """Write a row to a spare or a new file, and flush it as it has to be; its name."""
         flags = os.O_WRONLY | (os.O_DIRECT if self.direct.on else 0)
         name = spare or self._place.new_name()
@@ -367,32 +446,16 @@ class BlockFiles:
             raise
         return name
 
-    def _publish(self, temporary: str, leaf: int, name: str, shard: int) -> bool:
-        """Give a finished file its name and count it. False: it may not have been counted."""
-        named = False
-        try:
-            with self._ledger.shard(shard):
-                self._io.publish(self._place.temporary, temporary, leaf, name)
-                named = True
-                self._ledger.add(shard, self._form.row_bytes, 1)
-        except OSError:
-            if not named:
-                self._discard(temporary)
-                raise
-            # It is there but not in the count. Its reservation counts for it until it is.
-            self._owed.append(shard)
-            return False
-        return True
-
     def _discard(self, temporary: str) -> None:
         with contextlib.suppress(OSError):
             self._io.unlink(self._place.temporary, temporary)
 
     def _open_to_read(self, directory: int, name: str) -> int:
         # O_NONBLOCK: whoever opens a FIFO that was put in a block's place must not wait.
-        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | (os.O_DIRECT if self.direct.on else 0)
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW
+        flags |= os.O_DIRECT if self.direct.on else 0
         if self._may_skip_atime:
-            # The atime is what this tier says of the use; the kernel's own would be written as often.
+            # The atime says what this tier says of its use, and not when the kernel saw it read.
             try:
                 return self._io.open(directory, name, flags | os.O_NOATIME)
             except PermissionError:

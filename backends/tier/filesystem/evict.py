@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from backends.tier.filesystem import naming
-from backends.tier.filesystem.blockfiles import Removal, Room
+from backends.tier.filesystem.blockfiles import Removal, Room, Victim
 from backends.tier.filesystem.counters import Counters
 from backends.tier.filesystem.index import Candidate, Index
 from backends.tier.filesystem.spaces import Namespaces
@@ -15,7 +15,8 @@ from backends.tier.filesystem.volume import Volume
 
 _CANDIDATES: Final = 256
 # Where the capacity allows spares, so many are made at a time.
-_AHEAD: Final = 8
+_AHEAD: Final = 16
+_BATCH: Final = 64
 
 
 class Evictor:
@@ -70,20 +71,31 @@ class Evictor:
     def _evict(self, need_bytes: int, before_ns: int, *, spare: bool) -> tuple[int, int]:
         """Bytes freed, and how many files became spares."""
         freed_bytes = made = 0
-        skipped: set[int] = set()
         while freed_bytes < need_bytes:
-            candidate = self._next(skipped)
-            if candidate is None or candidate.used_ns >= before_ns:
-                if candidate is not None:
-                    self._candidates.append(candidate)
+            count = min(_BATCH, -(-(need_bytes - freed_bytes) // self._row_bytes))
+            batch = self._choose(count, before_ns)
+            if not batch:
                 break
-            if self._is_loading(candidate.block_id):
-                skipped.add(candidate.block_id)
-                continue
-            removal = self._remove(candidate, spare)
-            freed_bytes += removal.freed_bytes
-            made += removal.spare
+            for removal in self._remove(batch, spare):
+                freed_bytes += removal.freed_bytes
+                made += removal.spare
         return freed_bytes, made
+
+    def _choose(self, count: int, before_ns: int) -> list[Candidate]:
+        """The least recent ones that nobody is loading."""
+        chosen: list[Candidate] = []
+        skipped: set[int] = set()
+        while len(chosen) < count:
+            candidate = self._next(skipped)
+            if candidate is None:
+                break
+            skipped.add(candidate.block_id)
+            if candidate.used_ns >= before_ns:
+                self._candidates.append(candidate)
+                break
+            if not self._is_loading(candidate.block_id):
+                chosen.append(candidate)
+        return chosen
 
     def _next(self, skipped: set[int]) -> Candidate | None:
         """The oldest block that is still as old as when it was named."""
@@ -103,25 +115,29 @@ class Evictor:
         if self._candidates and candidate.used_ns < self._candidates[0].used_ns:
             bisect.insort(self._candidates, candidate, key=lambda c: -c.used_ns)
 
-    def _remove(self, candidate: Candidate, spare: bool) -> Removal:
-        block_id, volume = candidate.block_id, self._volume
-        seen_ns = max(candidate.used_ns, self._index.shown_ns(block_id))
-        removal = volume.blocks.remove(
-            self._namespaces[candidate.namespace].leaf(block_id),
-            naming.block_name(candidate.key),
-            naming.shard_of(block_id),
-            seen_ns,
-            spare=spare,
-        )
-        if removal.used_ns is not None:
-            # Another process has used it: it is as recent as that says.
-            self._index.use(block_id, removal.used_ns)
-            self._put_in_order(candidate._replace(used_ns=removal.used_ns))
-            return removal
-        never_read = self._index.is_unread(block_id)
-        self._index.remove(block_id, volume.number)
-        if removal.freed_bytes:
-            self._counters.add("evicted")
-            self._counters.add("evicted_bytes", removal.freed_bytes)
-            self._counters.add("evicted_never_read", never_read)
-        return removal
+    def _remove(self, batch: list[Candidate], spare: bool) -> list[Removal]:
+        volume, index = self._volume, self._index
+        victims = [
+            Victim(
+                self._namespaces[candidate.namespace].name,
+                naming.shard_of(candidate.block_id),
+                naming.block_name(candidate.key),
+                max(candidate.used_ns, index.shown_ns(candidate.block_id)),
+            )
+            for candidate in batch
+        ]
+        removals = volume.blocks.remove(victims, spare=spare)
+        for candidate, removal in zip(batch, removals, strict=True):
+            block_id = candidate.block_id
+            if removal.used_ns is not None:
+                # Another process has used it: it is as recent as that says.
+                index.use(block_id, removal.used_ns)
+                self._put_in_order(candidate._replace(used_ns=removal.used_ns))
+                continue
+            never_read = index.is_unread(block_id)
+            index.remove(block_id, volume.number)
+            if removal.freed_bytes:
+                self._counters.add("evicted")
+                self._counters.add("evicted_bytes", removal.freed_bytes)
+                self._counters.add("evicted_never_read", never_read)
+        return removals

@@ -23,13 +23,13 @@ class Task:
     """One key of a job. Its row may be touched between `begin` and `end`, and only then.
 
     `used_ns` orders uses: keys at the front of a batch are more recent. `tried` are the volumes
-    that failed it; `moved`: it was sent on from one path to another. `followers` are stores of the
-    same key that wait for this one.
+    that failed it; `moved`: it was sent on from one path to another. `seen_elsewhere`: another
+    replica may have stored it by now. `followers`: stores of the same key that wait for this one.
     """
 
     __slots__ = (
-        *("begun", "block_id", "ended", "followers", "index", "key", "moved", "state", "tried"),
-        "used_ns",
+        *("began_s", "begun", "block_id", "ended", "followers", "index", "key", "moved"),
+        *("seen_elsewhere", "state", "tried", "used_ns"),
     )
 
     def __init__(self, state: JobState, index: int, block_id: int, used_ns: int) -> None:
@@ -42,6 +42,8 @@ class Task:
         self.ended = False
         self.tried: tuple[int, ...] = ()
         self.moved = False
+        self.seen_elsewhere = False
+        self.began_s = 0.0
         self.followers: list[Task] = []
 
     @property
@@ -130,6 +132,7 @@ class Jobs:
                 self._end(task, Outcome.LATE, _LATE, 0)
                 return False
             task.begun = True
+            task.began_s = time.monotonic()
             return True
 
     def put_back(self, task: Task) -> None:

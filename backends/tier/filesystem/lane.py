@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from backends.tier.filesystem.blockfiles import Unpublished
+from backends.tier.filesystem.commits import GroupCommit
 from backends.tier.filesystem.evict import Evictor
 from backends.tier.filesystem.jobs import Task
 from backends.tier.filesystem.keeper import Keeper
@@ -25,6 +27,8 @@ class Lane:
     turns: Turns
     prober: Prober
     keeper: Keeper
+    commits: GroupCommit[tuple[Task, Unpublished]]
+    high_bytes: int
     stuck_s: float
 
     def why_not(self, *, loads: bool) -> str | None:

@@ -10,10 +10,10 @@ a disk that fails under a mapping is a SIGBUS, and must be an error here.
     12288      128*64   writers: host, pid, start time, nonce, bytes reserved, heartbeat
     20480      128*4096 claims of each writer: ids of blocks that it is writing or will at once
 
-Every step errs on the side of counting too much. Space is reserved before a file is begun; a file
-gets its name, and its shard its new count, under the shard's lock; only then the reservation ends.
-A killed process leaves its reservation, which goes on counting until its shards have been counted
-again under their locks. So the sum never falls below what is there, whoever dies when.
+Every step errs on the side of counting too much. Space is reserved before a file is begun; files
+get their names, and their shards the new counts, under one lock; only then the reservation ends. A
+killed process leaves its reservation, which goes on counting until every shard has been counted
+again under that lock. So the sum never falls below what is there, whoever dies when.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ _WRITER = np.dtype(
 )
 _COUNT = struct.Struct("<qq")
 _PLACE = struct.Struct("<QIIQQqQ16s")
-# Locked bytes. Shard s is byte _SHARD_LOCK + s.
+# Locked bytes.
 _TABLE_LOCK: Final = 0
-_SHARD_LOCK: Final = 1
-_EVICT_LOCK: Final = _SHARD_LOCK + COUNTS
+_COUNTS_LOCK: Final = 1
+_EVICT_LOCK: Final = 2
 _LOCKS: Final = _EVICT_LOCK + 1
 # Longer than any step under a lock takes; a holder that was stopped must not stop the others.
 LOCK_TIMEOUT_S: Final = 2.0
@@ -145,35 +145,13 @@ class Ledger:
 
     # Counting.
 
-    def shard(self, shard: int) -> Held:
-        """Hold a shard: names in it may be added and removed, and its count changed."""
-        return Held(self, _SHARD_LOCK + shard)
-
-    def add(self, shard: int, nbytes: int, blocks: int) -> None:
-        """Change the count of a shard that is held."""
-        at = _COUNTS_AT + shard * _COUNT.size
-        with self._state:
-            old_bytes, old_blocks = _COUNT.unpack(self._read(at, _COUNT.size))
-            if old_blocks >= 0:
-                new = max(0, old_bytes + nbytes), max(0, old_blocks + blocks)
-                self._write(at, _COUNT.pack(*new))
-                self._note(nbytes, blocks, shard)
-
-    def set_count(self, shard: int, nbytes: int, blocks: int) -> None:
-        """Set the count of a shard that is held to what stands there."""
-        at = _COUNTS_AT + shard * _COUNT.size
-        with self._state:
-            old_bytes, old_blocks = _COUNT.unpack(self._read(at, _COUNT.size))
-            self._write(at, _COUNT.pack(nbytes, blocks))
-            self._note(nbytes - old_bytes, blocks - max(0, old_blocks), shard)
-
-    def _note(self, nbytes: int, blocks: int, shard: int) -> None:
-        old, more = self.cached, 0 if shard == QUARANTINE_SHARD else blocks
-        self.cached = old._replace(bytes=old.bytes + nbytes, blocks=old.blocks + more)
+    def counting(self) -> Counting:
+        """Hold all counts, in a `with` statement: only then are names added and removed."""
+        return Counting(self)
 
     def counts(self) -> npt.NDArray[np.int64]:
         """Bytes and blocks of every shard, int64 [257, 2]."""
-        data = self._read(_COUNTS_AT, COUNTS * _COUNT.size)
+        data = self.read(_COUNTS_AT, COUNTS * _COUNT.size)
         return np.frombuffer(data, "<i8").reshape(COUNTS, 2)
 
     def totals(self) -> Totals:
@@ -307,7 +285,7 @@ class Ledger:
         found: set[int] = set()
         for slot in np.flatnonzero(writers["used"] == 1).tolist():
             if slot != self._slot and self._lives(slot, writers[slot]):
-                data = self._read(_CLAIMS_AT + slot * CLAIMS_MAX * 8, CLAIMS_MAX * 8)
+                data = self.read(_CLAIMS_AT + slot * CLAIMS_MAX * 8, CLAIMS_MAX * 8)
                 claims = np.frombuffer(data, "<u8")
                 found.update(claims[claims != 0].tolist())
         return found
@@ -473,13 +451,22 @@ class Ledger:
         self._write(_WRITERS_AT + self._slot * _WRITER.itemsize, data)
 
     def _writers(self) -> npt.NDArray[np.void]:
-        return np.frombuffer(self._read(_WRITERS_AT, WRITERS_MAX * _WRITER.itemsize), _WRITER)
+        return np.frombuffer(self.read(_WRITERS_AT, WRITERS_MAX * _WRITER.itemsize), _WRITER)
 
-    def _read(self, offset: int, nbytes: int) -> bytearray:
+    def read(self, offset: int, nbytes: int) -> bytearray:
         data = bytearray(nbytes)
         if self._io.preadv(self._fd, [data], offset) != nbytes:
             raise OSError(errno.EIO, "the ledger is shorter than it must be", LEDGER)
         return data
+
+    def write_counts(self, offset: int, data: bytes, more_bytes: int, more_blocks: int) -> None:
+        """Write counts that are held; what is known of the sum changes by so much."""
+        with self._state:
+            self._write(offset, data)
+            old = self.cached
+            self.cached = old._replace(
+                bytes=old.bytes + more_bytes, blocks=old.blocks + more_blocks
+            )
 
     def _write(self, offset: int, data: bytes) -> None:
         self._write_at(self._fd, offset, data)
@@ -530,6 +517,63 @@ class Held:
 
     def __exit__(self, *_: object) -> None:
         self._ledger.let_go(self._offset)
+
+
+class Counting:
+    """The counts while they are held. What changed is written when they are let go.
+
+    That raises OSError if it fails; what was added then is not in the ledger.
+    """
+
+    __slots__ = ("_data", "_first", "_held", "_last", "_ledger", "_more_blocks", "_more_bytes")
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._held = Held(ledger, _COUNTS_LOCK)
+        self._data = bytearray()
+        self._first, self._last = COUNTS, -1
+        self._more_bytes = self._more_blocks = 0
+
+    def __enter__(self) -> Counting:
+        self._held.__enter__()
+        try:
+            self._data = self._ledger.read(_COUNTS_AT, COUNTS * _COUNT.size)
+        except BaseException:
+            self._held.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if self._last >= 0:
+                part = slice(self._first * _COUNT.size, (self._last + 1) * _COUNT.size)
+                self._ledger.write_counts(
+                    _COUNTS_AT + part.start,
+                    bytes(self._data[part]),
+                    self._more_bytes,
+                    self._more_blocks,
+                )
+        finally:
+            self._held.__exit__()
+
+    def get(self, shard: int) -> tuple[int, int]:
+        """Bytes and blocks; -1 blocks: not counted yet."""
+        nbytes, blocks = _COUNT.unpack_from(self._data, shard * _COUNT.size)
+        return nbytes, blocks
+
+    def add(self, shard: int, nbytes: int, blocks: int) -> None:
+        old_bytes, old_blocks = self.get(shard)
+        # What was never counted will be.
+        if old_blocks >= 0:
+            self.set(shard, max(0, old_bytes + nbytes), max(0, old_blocks + blocks))
+
+    def set(self, shard: int, nbytes: int, blocks: int) -> None:
+        old_bytes, old_blocks = self.get(shard)
+        _COUNT.pack_into(self._data, shard * _COUNT.size, nbytes, blocks)
+        self._first, self._last = min(self._first, shard), max(self._last, shard)
+        self._more_bytes += nbytes - old_bytes
+        if shard != QUARANTINE_SHARD:
+            self._more_blocks += blocks - max(0, old_blocks)
 
 
 def _file_header() -> bytes:

@@ -7,7 +7,7 @@ import os
 import stat
 import time
 
-from backends.tier.filesystem.ledger import QUARANTINE_SHARD, Ledger
+from backends.tier.filesystem.ledger import QUARANTINE_SHARD, Counting, Ledger
 from backends.tier.filesystem.naming import QUARANTINE
 from backends.tier.filesystem.place import Place
 
@@ -32,15 +32,14 @@ class Quarantine:
             with (
                 self._place.directory(leaf) as directory,
                 self._place.directory(QUARANTINE) as quarantine,
-                self._ledger.shard(QUARANTINE_SHARD),
-                self._ledger.shard(shard),
+                self._ledger.counting() as counts,
             ):
                 now = io.stat(directory, name)
                 if seen is not None and (now.st_dev, now.st_ino) != (seen.st_dev, seen.st_ino):
                     return False
                 io.replace(directory, name, quarantine, f"{time.time_ns()}_{name}")
-                self._ledger.add(shard, -counted_bytes, -1)
-                self._trim(quarantine)
+                counts.add(shard, -counted_bytes, -1)
+                self._trim(quarantine, counts)
         except FileNotFoundError:
             return False
         return True
@@ -48,12 +47,12 @@ class Quarantine:
     def count(self) -> None:
         """Count it for the ledger, and keep it within its limit."""
         with (
-            self._ledger.shard(QUARANTINE_SHARD),
             self._place.directory(QUARANTINE) as quarantine,
+            self._ledger.counting() as counts,
         ):
-            self._trim(quarantine)
+            self._trim(quarantine, counts)
 
-    def _trim(self, quarantine: int) -> None:
+    def _trim(self, quarantine: int, counts: Counting) -> None:
         io, kept_bytes, kept = self._place.io, 0, 0
         # Names begin with the time of their arrival.
         for name in sorted((entry.name for entry in io.scandir(quarantine, ".")), reverse=True):
@@ -67,4 +66,4 @@ class Quarantine:
                     io.rmdir(quarantine, name)
                 else:
                     io.unlink(quarantine, name)
-        self._ledger.set_count(QUARANTINE_SHARD, kept_bytes, kept)
+        counts.set(QUARANTINE_SHARD, kept_bytes, kept)

@@ -19,7 +19,6 @@ from backends.tier.filesystem.io import DIRECTORY
 from backends.tier.filesystem.spaces import Namespaces
 from backends.tier.filesystem.volume import Volume
 
-# Between shards, so that a scan of millions leaves the interpreter to the engine.
 _PAUSE_S: Final = 0.001
 
 
@@ -50,8 +49,10 @@ class Scanner:
         for shard in range(naming.SHARDS):
             if self._stopped():
                 return False
+            began_s = time.monotonic()
             self.count(shard, names)
-            time.sleep(_PAUSE_S)
+            # As long again: a scan leaves the counts, and the interpreter, to others.
+            time.sleep(max(_PAUSE_S, time.monotonic() - began_s))
         return True
 
     def count(self, shard: int, names: list[str] | None = None) -> None:
@@ -64,9 +65,9 @@ class Scanner:
         # Nobody has changed the shard meanwhile, and it is as the ledger says: no need to hold it.
         if np.array_equal(before, found) and np.array_equal(ledger.counts()[shard], before):
             return
-        with ledger.shard(shard):
+        with ledger.counting() as counts:
             found = self._walk(shard, names)
-            ledger.set_count(shard, found.bytes, found.blocks)
+            counts.set(shard, found.bytes, found.blocks)
 
     def count_quarantine(self) -> None:
         self._volume.quarantine.count()

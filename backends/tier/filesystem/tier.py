@@ -14,6 +14,7 @@ from backends import block
 from backends.block import BlockKey
 from backends.errors import TierError
 from backends.tier.base import (
+    Bytes,
     Capabilities,
     Job,
     JobResult,
@@ -24,7 +25,14 @@ from backends.tier.base import (
     Usage,
 )
 from backends.tier.filesystem import naming
-from backends.tier.filesystem.blockfiles import BlockFormat, BlockWrong, NoRoom, Room
+from backends.tier.filesystem.blockfiles import (
+    BlockFormat,
+    BlockWrong,
+    NoRoom,
+    Room,
+    Unpublished,
+)
+from backends.tier.filesystem.commits import GroupCommit
 from backends.tier.filesystem.counters import Counters
 from backends.tier.filesystem.evict import Evictor
 from backends.tier.filesystem.index import Index
@@ -284,72 +292,118 @@ class FilesystemTier(Tier):
             self._store(lane, task)
 
     def _store(self, lane: Lane, task: Task) -> None:
-        began_s = time.monotonic()
-        volume = lane.volume
-        outcome, reason, moved_bytes = Outcome.DONE, "", 0
+        """Write a block to a file. It gets its name together with others, in `_publish`."""
         try:
             row = self._jobs.row(task)
             wrong = block.check_row(row, task.key, self._context.fingerprint)
             if wrong:
-                outcome, reason = Outcome.FAILED, f"its row {wrong}"
-            else:
-                moved_bytes = self._write(lane, task)
-                volume.stores.succeeded(began_s)
-        except NoRoom as error:
-            outcome, reason = Outcome.SHED, str(error)
+                self._end_store(lane, task, Outcome.FAILED, f"its row {wrong}")
+                return
+            file = self._write(lane, task, row)
         except _Elsewhere as elsewhere:
             self._send_on(lane, task, elsewhere.lane)
-            return
-        except OSError as error:
-            volume.stores.failed(began_s, _words(error))
-            outcome, reason = Outcome.SHED, f"{volume.path}: {_words(error)}"
-            task.tried = (*task.tried, volume.number)
-            other = next((n for n in self._order(task.block_id) if self._may_take(n, task)), None)
-            if other is not None:
-                self._send_on(lane, task, self._lanes[other])
-                return
-        # One key's trouble, of whatever kind, is its outcome and never ends the thread.
         except Exception as error:
-            outcome, reason = Outcome.FAILED, f"{type(error).__name__}: {error}"
-        if moved_bytes:
-            self._counters.add("stored")
-            self._counters.add("stored_bytes", moved_bytes)
-            self._counters.add("written_never_read")
-        elif outcome is Outcome.DONE:
-            self._counters.add("dedup_skips")
-        if outcome is Outcome.DONE:
-            self._index.add(
-                *(task.block_id, task.key, 0, volume.number, task.used_ns),
-                written=moved_bytes > 0,
-                shown=moved_bytes > 0,
-            )
-            self._probes.present(task.block_id)
-            self._unusable.pop(task.block_id, None)
-        self._go_on(lane, task, outcome)
-        self._jobs.end(task, outcome, reason, moved_bytes)
-        totals = volume.ledger.cached
-        if totals.all_bytes > self._settings.high_watermark * volume.quota_bytes:
-            lane.keeper.kick()
+            self._store_failed(lane, task, error)
+        else:
+            if file is None:
+                self._stored(lane, task, 0)
+            else:
+                lane.commits.add((task, file))
 
-    def _write(self, lane: Lane, task: Task) -> int:
-        volume, row = lane.volume, self._jobs.row(task)
+    def _write(self, lane: Lane, task: Task, row: Bytes) -> Unpublished | None:
+        """A file that has no name yet; None where the block is there already."""
+        volume = lane.volume
 
         def make_room(short_bytes: int) -> Room:
             if len(self._lanes) > 1 and not task.moved:
                 self._look_elsewhere(lane, task)
             return lane.evictor.make_room(short_bytes, task.used_ns, spare=True)
 
-        def store() -> bool:
-            return volume.blocks.store(task.key, task.block_id, row, task.used_ns, make_room)
+        def write() -> Unpublished | None:
+            # Others are not looked for: what is there already cannot be given the same name.
+            likely = task.seen_elsewhere or task.block_id in self._index
+            if likely and volume.blocks.settle(task.key, task.block_id):
+                return None
+            return volume.blocks.write(task.key, task.block_id, row, task.used_ns, make_room)
 
         try:
-            written = store()
+            return write()
         except FileNotFoundError:
             if not volume.place.needs_opening():
                 raise
             volume.open(make=False)
-            written = store()
-        return row.size if written else 0
+            return write()
+
+    def _publish(self, lane: Lane, batch: list[tuple[Task, Unpublished]]) -> None:
+        try:
+            results = lane.volume.blocks.publish([file for _, file in batch])
+        # One batch's trouble, of whatever kind, is its outcome and never ends the thread.
+        except Exception as error:
+            for task, _ in batch:
+                self._store_failed(lane, task, error)
+            return
+        for (task, _), wrong in zip(batch, results, strict=True):
+            if wrong is None:
+                self._stored(lane, task, self._row_bytes)
+            elif isinstance(wrong, FileExistsError):
+                self._lost_race(lane, task)
+            else:
+                self._store_failed(lane, task, wrong)
+
+    def _lost_race(self, lane: Lane, task: Task) -> None:
+        """Another writer was first; if what it wrote is wrong, it is out of the way now."""
+        try:
+            there = lane.volume.blocks.settle(task.key, task.block_id)
+        except OSError as error:
+            self._store_failed(lane, task, error)
+            return
+        if there:
+            self._stored(lane, task, 0)
+        else:
+            self._jobs.put_back(task)
+            lane.pool.add([task], loads=False)
+
+    def _stored(self, lane: Lane, task: Task, moved_bytes: int) -> None:
+        lane.volume.stores.succeeded(task.began_s)
+        if moved_bytes:
+            self._counters.add("stored")
+            self._counters.add("stored_bytes", moved_bytes)
+            self._counters.add("written_never_read")
+        else:
+            self._counters.add("dedup_skips")
+        self._index.add(
+            *(task.block_id, task.key, 0, lane.volume.number, task.used_ns),
+            written=moved_bytes > 0,
+            shown=moved_bytes > 0,
+        )
+        self._probes.present(task.block_id)
+        self._unusable.pop(task.block_id, None)
+        self._end_store(lane, task, Outcome.DONE, "", moved_bytes)
+        if lane.volume.ledger.cached.bytes > lane.high_bytes:
+            lane.keeper.kick()
+
+    def _store_failed(self, lane: Lane, task: Task, error: Exception) -> None:
+        """One key's trouble is its outcome; a path's trouble is the path's too."""
+        volume = lane.volume
+        if isinstance(error, NoRoom):
+            self._end_store(lane, task, Outcome.SHED, str(error))
+            return
+        if not isinstance(error, OSError):
+            self._end_store(lane, task, Outcome.FAILED, f"{type(error).__name__}: {error}")
+            return
+        volume.stores.failed(task.began_s, _words(error))
+        task.tried = (*task.tried, volume.number)
+        other = next((n for n in self._order(task.block_id) if self._may_take(n, task)), None)
+        if other is not None:
+            self._send_on(lane, task, self._lanes[other])
+        else:
+            self._end_store(lane, task, Outcome.SHED, f"{volume.path}: {_words(error)}")
+
+    def _end_store(
+        self, lane: Lane, task: Task, outcome: Outcome, reason: str, moved_bytes: int = 0
+    ) -> None:
+        self._go_on(lane, task, outcome)
+        self._jobs.end(task, outcome, reason, moved_bytes)
 
     def _look_elsewhere(self, lane: Lane, task: Task) -> None:
         """A path is full. Raises _Elsewhere if another has room, or has the oldest block of all.
@@ -546,6 +600,8 @@ class FilesystemTier(Tier):
                 ),
                 counted=lambda: lane.turns.wake(),
             ),
+            commits=GroupCommit(lambda batch: self._publish(lane, batch)),
+            high_bytes=int(settings.high_watermark * volume.quota_bytes),
             stuck_s=settings.stuck_s,
         )
         return lane

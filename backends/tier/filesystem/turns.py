@@ -144,6 +144,7 @@ class Turns:
     def _wait(self, task: Task, pause_s: float, now_s: float, since_s: float) -> None:
         if task.deadline_s is not None:
             pause_s = min(pause_s, max(0.0, task.deadline_s - now_s) * _DEADLINE_SHARE)
+        task.seen_elsewhere = True
         with self._work:
             entry = (now_s + pause_s, next(self._numbers), since_s, task)
             heapq.heappush(self._waiting, entry)

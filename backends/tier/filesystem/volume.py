@@ -83,6 +83,7 @@ class Volume:
             with contextlib.suppress(OSError):
                 self.place.empty_writer(self.place.writer)
         self.ledger.close()
+        self.blocks.close()
         self.place.close()
 
     def is_counted(self) -> bool:
