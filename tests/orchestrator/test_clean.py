@@ -21,7 +21,8 @@ MAKE_AND_DIE = """
 import os, signal, sys
 from backends.region.region import Region
 from backends.region.spec import RegionSpec
-Region.create(RegionSpec(sys.argv[1], "clean-test", "shm", 4, 64, 1, "0" * 64, persist_name=True))
+spec = RegionSpec(sys.argv[1], "clean-test", "shm", 4, 64, 1, "0" * 64, persist_name=True)
+region = Region.create(spec)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
