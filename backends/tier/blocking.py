@@ -45,8 +45,9 @@ class BlockingTier(Tier):
     """A tier whose storage is reached by `has_block`, `write_block`, `read_block`, `set_aside`.
 
     Those four are called from the tier's own threads, several at once where `threads` is more than
-    one, never two at once for one key. They may wait and may raise: OSError with ENOSPC or EDQUOT
-    from `write_block` means that there is no room, any other exception fails that one key.
+    one, but for one key only `has_block` beside another. They may wait and may raise: OSError with
+    ENOSPC or EDQUOT from `write_block` means that there is no room, any other exception fails that
+    one key.
     """
 
     def __init__(
@@ -87,7 +88,8 @@ class BlockingTier(Tier):
         self._counters = dict.fromkeys(COUNTERS, 0)
         self._closed = False
         # One key, one thread: a store finds what the store of the same key before it has written.
-        self._stripes = [threading.Lock() for _ in range(16 * threads)]
+        self._busy: set[BlockKey] = set()
+        self._deferred: dict[BlockKey, list[_Task]] = {}
         self._threads = [
             threading.Thread(target=self._serve, name=f"{self.name}-{number}", daemon=True)
             for number in range(threads)
@@ -168,12 +170,11 @@ class BlockingTier(Tier):
             if self._closed:
                 return
             self._closed = True
-            for task in (*self._loads, *self._stores):
-                if not task.begun:
+            for state in list(self._jobs.values()):
+                for task in [task for task in state.tasks if not task.begun]:
                     self._end(task, Outcome.SHED, "the tier was closed")
-            self._loads.clear()
-            self._stores.clear()
-            self._probes.clear()
+            for waiting in (self._loads, self._stores, self._probes, self._deferred):
+                waiting.clear()
             self._work.notify_all()
         end_s = time.monotonic() + self._close_timeout_s
         for thread in self._threads:
@@ -219,7 +220,8 @@ class BlockingTier(Tier):
             if not state.is_load:
                 for key in job.keys:
                     self._storing[key] = self._storing.get(key, 0) + 1
-            room = max(0, self._queue_blocks - len(queue))
+            deferred = sum(len(tasks) for tasks in self._deferred.values())
+            room = max(0, self._queue_blocks - len(queue) - deferred)
             queue.extend(tasks[:room])
             for task in tasks[room:]:
                 self._end(task, Outcome.SHED, f"{self._queue_blocks} blocks wait already")
@@ -280,9 +282,21 @@ class BlockingTier(Tier):
             if task.state.late(time.monotonic()):
                 self._end(task, Outcome.LATE, "its deadline passed before it was begun")
                 continue
+            if task.key in self._busy:
+                self._deferred.setdefault(task.key, []).append(task)
+                continue
             task.begun = True
+            self._busy.add(task.key)
             return task
         return None
+
+    def _release(self, key: BlockKey) -> None:
+        """The key's thread is done with it: who waited for that is next."""
+        self._busy.discard(key)
+        deferred = self._deferred.pop(key, [])
+        for task in reversed(deferred):
+            (self._loads if task.state.is_load else self._stores).appendleft(task)
+        self._work.notify(len(deferred))
 
     # Below: the tier's own threads, without the lock.
 
@@ -313,11 +327,8 @@ class BlockingTier(Tier):
     def _run(self, task: _Task) -> None:
         moved_bytes = 0
         try:
-            with self._stripes[hash(task.key) % len(self._stripes)]:
-                if task.state.is_load:
-                    outcome, reason, moved_bytes = self._load(task.key, task.block)
-                else:
-                    outcome, reason, moved_bytes = self._store(task.key, task.block)
+            move = self._load if task.state.is_load else self._store
+            outcome, reason, moved_bytes = move(task.key, task.block)
         # One key's trouble, of whatever kind, is that key's outcome and never ends the thread.
         except Exception as error:
             full = isinstance(error, OSError) and error.errno in _NO_ROOM
@@ -326,6 +337,7 @@ class BlockingTier(Tier):
         if outcome is Outcome.DONE and task.state.late(time.monotonic()):
             outcome, reason, moved_bytes = Outcome.LATE, "its deadline passed on the way", 0
         with self._lock:
+            self._release(task.key)
             self._end(task, outcome, reason, moved_bytes)
 
     def _store(self, key: BlockKey, block: Bytes) -> tuple[Outcome, str, int]:

@@ -216,6 +216,25 @@ def test_a_batch_is_spread_over_the_threads(open_bench: Open) -> None:
     assert bench.store(make_keys("spread", 3)) == [DONE] * 3
 
 
+@pytest.mark.parametrize("by_close", [False, True])
+def test_jobs_behind_a_key_that_hangs_end_without_it(open_bench: Open, by_close: bool) -> None:
+    gate = Gate("write")
+    bench = open_bench(gate, threads=2, close_timeout_s=0.05)
+    [key], others = make_keys("hangs", 1), make_keys("others", 3)
+    held = bench.submit_store([key])
+    assert gate.reached.wait(30)
+    deadline_s = None if by_close else time.monotonic() + 0.1
+    behind = [bench.submit_store([key], deadline_s), bench.submit_load([key], deadline_s)]
+    # The other thread is free for other keys.
+    assert bench.load(others) == [Outcome.MISSING] * 3
+    if by_close:
+        bench.tier.close()
+    results = bench.wait(*behind)
+    assert {results[job].outcomes for job in behind} == {(SHED if by_close else LATE,)}
+    gate.opened.set()
+    assert bench.outcomes(held) == [DONE]
+
+
 def test_close_gives_up_on_a_thread_that_hangs(open_bench: Open) -> None:
     gate = Gate("write")
     bench = open_bench(gate, close_timeout_s=0.05)
