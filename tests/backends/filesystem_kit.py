@@ -6,16 +6,18 @@ import dataclasses
 import errno
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from backends.block import BlockKey
-from backends.testing import Opener, TierHarness
+from backends.testing import FINGERPRINT, Opener, RowBuffer, TierBench, TierHarness, make_context
 from backends.tier.base import Tier, TierContext
 from backends.tier.filesystem import FilesystemSettings, naming
 from backends.tier.filesystem.io import OsIo
+from backends.tier.filesystem.ledger import Ledger
 from backends.tier.filesystem.naming import Namespace
 from backends.tier.filesystem.tier import FilesystemTier
 
@@ -149,3 +151,90 @@ def oserror(number: int) -> OSError:
 
 
 ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENOENT)
+
+
+class Faults:
+    """A hook that fails calls of given names, the nth ones or all from the nth on."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.hits = 0
+        self._lock = threading.Lock()
+        self._plans: list[tuple[str, int, int, int]] = []
+
+    def fail(self, name: str, number: int, *, after: int = 0, times: int = 1 << 30) -> None:
+        """Of the calls of `name` (`*`: any), after the next `after`, `times` raise `number`."""
+        with self._lock:
+            begin = self._count(name) + after
+            self._plans.append((name, number, begin, begin + times))
+
+    def end(self) -> None:
+        """All is well again."""
+        with self._lock:
+            self._plans.clear()
+
+    def __call__(self, name: str) -> None:
+        with self._lock:
+            self.calls[name] += 1
+            for wanted, number, begin, end in self._plans:
+                if wanted in ("*", name) and begin < self._count(wanted) <= end:
+                    self.hits += 1
+                    raise oserror(number)
+
+    def _count(self, name: str) -> int:
+        return self.calls.total() if name == "*" else self.calls[name]
+
+
+class Bench(TierBench):
+    """A bench on a filesystem tier, with what its tests ask most."""
+
+    def __init__(
+        self,
+        settings: FilesystemSettings,
+        *,
+        io: OsIo | None = None,
+        rows: int = 32,
+        row_bytes: int = ROW_BYTES,
+        fingerprint: bytes = FINGERPRINT,
+        replica: int = 0,
+        replicas: int = 1,
+    ) -> None:
+        buffer = RowBuffer(rows, row_bytes, fingerprint)
+        context = make_context(buffer, data_parallel_index=replica, data_parallel_size=replicas)
+        self.fs = FilesystemTier(context, settings, io=io)
+        super().__init__(self.fs, buffer)
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.tier.close()
+
+    def count(self, name: str) -> int:
+        return self.fs.counters()[name]
+
+    def ready(self) -> Bench:
+        """Wait until all that stood there is known and counted."""
+        assert self.fs.wait_until_known(self.patience_s, scanned=True)
+        return self
+
+
+def ledger_of(tier: FilesystemTier, path: int = 0) -> Ledger:
+    return tier._lanes[path].volume.ledger
+
+
+def assert_counted_right(bench: Bench, path: Path) -> None:
+    """The ledger says what stands on the disk, and nobody has anything reserved."""
+    ledger = ledger_of(bench.fs)
+    files = block_files(path)
+    kept = list((path / naming.QUARANTINE).iterdir())
+
+    def right() -> bool:
+        totals = ledger.totals()
+        held = sum(file.stat().st_size for file in (*files, *kept))
+        return (totals.bytes, totals.blocks) == (held, len(files))
+
+    bench.until(right, f"{ledger.totals()}, but {len(files)} files and {len(kept)} in quarantine")

@@ -12,14 +12,14 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from backends import block
 from backends.block import BlockKey
 from backends.tier.filesystem import naming
-from backends.tier.filesystem.io import ALIGNMENT_BYTES, Bytes
+from backends.tier.filesystem.io import ALIGNMENT_BYTES, DIRECTORY, Bytes
 from backends.tier.filesystem.leaves import Leaves
 from backends.tier.filesystem.ledger import Ledger, Totals
 from backends.tier.filesystem.naming import Namespace
@@ -70,6 +70,9 @@ class Removal(NamedTuple):
     freed_bytes: int
     used_ns: int | None
     spare: bool = False
+
+    def stays(self, victim: Victim) -> Removal:
+        return Removal(0, victim.unless_used_after_ns)
 
 
 class Unpublished(NamedTuple):
@@ -256,55 +259,79 @@ class BlockFiles:
         finally:
             self._io.close(fd)
 
-    def remove(self, victims: Sequence[Victim], *, spare: bool) -> list[Removal]:
+    def remove(
+        self, victims: Sequence[Victim], *, spare: bool
+    ) -> tuple[list[Removal], OSError | None]:
         """Evict blocks, of any namespace, unless somebody used them later.
 
         `spare`: keep their files to be written over, where they can be; spares are counted for them
-        already.
+        already. Where something fails, the rest stays, and what failed is given too.
         """
-        removals = [self._look(victim) for victim in victims]
-        with self._ledger.counting() as counts:
-            for i, victim in enumerate(victims):
-                found = removals[i]
-                if found.used_ns is not None or not found.freed_bytes:
-                    continue
-                # Another name of the same file is somebody's copy: it is not to be written over.
-                fits = spare and found.spare
-                try:
-                    with self._opened(victim) as directory:
-                        if fits:
-                            new = self._place.new_name()
-                            self._io.replace(directory, victim.name, self._place.temporary, new)
-                            self.spares.put(new)
-                        else:
-                            self._io.unlink(directory, victim.name)
-                except FileNotFoundError:
-                    removals[i] = Removal(0, None)
-                    continue
-                counts.add(victim.shard, -found.freed_bytes, -1)
-                removals[i] = found._replace(spare=fits)
-        return removals
+        looks = [self._look(victim) for victim in victims]
+        removals = [
+            look if look.used_ns is not None or not look.freed_bytes else look.stays(victim)
+            for look, victim in zip(looks, victims, strict=True)
+        ]
+        try:
+            with self._ledger.counting() as counts:
+                for i, (look, victim) in enumerate(zip(looks, victims, strict=True)):
+                    if look.used_ns is not None or not look.freed_bytes:
+                        continue
+                    removals[i] = self._take_name(victim, look, spare and look.spare)
+                    if removals[i].freed_bytes:
+                        counts.add(victim.shard, -look.freed_bytes, -1)
+        except OSError as error:
+            return removals, error
+        return removals, None
 
     def _look(self, victim: Victim) -> Removal:
         """What removing it would free. `spare`: its file can be written over."""
         try:
-            with self._opened(victim) as directory:
+            directory = self._open_of(victim)
+            try:
                 found = self._io.stat(directory, victim.name)
+            finally:
+                self._close_of(victim, directory)
         except FileNotFoundError:
             return Removal(0, None)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            # It can be neither judged nor had: others go before it.
+            return Removal(0, time.time_ns())
         if found.st_atime_ns > victim.unless_used_after_ns:
             return Removal(0, found.st_atime_ns)
+        # Another name of the same file is somebody's copy: it is not to be written over.
         fits = found.st_size == self._form.row_bytes and found.st_nlink == 1
         return Removal(found.st_size, None, fits and stat.S_ISREG(found.st_mode))
 
-    @contextlib.contextmanager
-    def _opened(self, victim: Victim) -> Iterator[int]:
+    def _take_name(self, victim: Victim, found: Removal, spare: bool) -> Removal:
+        try:
+            directory = self._open_of(victim)
+            try:
+                if spare:
+                    new = self._place.new_name()
+                    self._io.replace(directory, victim.name, self._place.temporary, new)
+                    self.spares.put(new)
+                else:
+                    self._io.unlink(directory, victim.name)
+            finally:
+                self._close_of(victim, directory)
+        except FileNotFoundError:
+            return Removal(0, None)
+        return found._replace(spare=spare)
+
+    def _open_of(self, victim: Victim) -> int:
         if victim.namespace == self._form.namespace.name:
-            with self._leaves.opened(victim.shard) as directory:
-                yield directory
+            return self._leaves.take(victim.shard)
+        path = f"{victim.namespace}/{victim.shard:02x}"
+        return self._io.open(self._place.root, path, DIRECTORY)
+
+    def _close_of(self, victim: Victim, directory: int) -> None:
+        if victim.namespace == self._form.namespace.name:
+            self._leaves.give_back(victim.shard, directory)
         else:
-            with self._place.directory(f"{victim.namespace}/{victim.shard:02x}") as directory:
-                yield directory
+            self._io.close(directory)
 
     def close(self) -> None:
         """Close the directories that were kept open. May be called again."""
@@ -353,13 +380,15 @@ class BlockFiles:
         for removed in (False, True):
             if removed:
                 self._leaves.renew(shard)
+            leaf = self._leaves.take(shard)
             try:
-                with self._leaves.opened(shard) as leaf:
-                    self._io.publish(self._place.temporary, file.temporary, leaf, name)
+                self._io.publish(self._place.temporary, file.temporary, leaf, name)
                 return
             except FileNotFoundError:
                 if removed:
                     raise
+            finally:
+                self._leaves.give_back(shard, leaf)
 
     def _flush_names(self, batch: Sequence[Unpublished], results: list[OSError | None]) -> None:
         for shard in {naming.shard_of(file.block_id) for file in batch}:
@@ -460,7 +489,20 @@ class BlockFiles:
                 return self._io.open(directory, name, flags | os.O_NOATIME)
             except PermissionError:
                 self._may_skip_atime = False  # A file of another user.
+            except OSError as error:
+                if error.errno == errno.EINVAL and self.direct.on:
+                    self._refuse_what_is_no_file(directory, name)
+                raise
         return self._io.open(directory, name, flags)
+
+    def _refuse_what_is_no_file(self, directory: int, name: str) -> None:
+        """A directory cannot be opened with O_DIRECT, and the error does not say that it is one."""
+        fd = self._io.open(directory, name, os.O_PATH | os.O_NOFOLLOW)
+        try:
+            if not stat.S_ISREG(self._io.fstat(fd).st_mode):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
+        finally:
+            self._io.close(fd)
 
     def _wrong_file(self, found: os.stat_result) -> str | None:
         if not stat.S_ISREG(found.st_mode):

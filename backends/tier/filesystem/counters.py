@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import Final
 
 NAMES: Final = (
@@ -33,6 +34,11 @@ class Counters:
     def add(self, name: str, count: int = 1) -> None:
         with self._lock:
             self._counts[name] += count
+
+    def add_all(self, more: Mapping[str, int]) -> None:
+        with self._lock:
+            for name, count in more.items():
+                self._counts[name] += count
 
     def read(self) -> dict[str, int]:
         with self._lock:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from backends.tier.filesystem import naming
-from backends.tier.filesystem.blockfiles import Removal, Room, Victim
+from backends.tier.filesystem.blockfiles import Room, Victim
 from backends.tier.filesystem.counters import Counters
 from backends.tier.filesystem.index import Candidate, Index
 from backends.tier.filesystem.spaces import Namespaces
@@ -17,6 +18,14 @@ _CANDIDATES: Final = 256
 # Where the capacity allows spares, so many are made at a time.
 _AHEAD: Final = 16
 _BATCH: Final = 64
+
+
+@dataclass(slots=True)
+class _Done:
+    """What came of it so far, also where it ends with an error."""
+
+    freed_bytes: int = 0
+    spares: int = 0
 
 
 class Evictor:
@@ -45,20 +54,21 @@ class Evictor:
         `spare`: keep the files to be written over, where they can be, and some more of them.
         """
         blocks, ledger = self._volume.blocks, self._volume.ledger
+        done = _Done()
         with ledger.evicting() as alone:
             if not alone:
                 return Room.LATER
             if not spare:
-                freed_bytes, _ = self._evict(need_bytes, before_ns, spare=False)
-                return Room.MADE if freed_bytes else Room.NONE
+                self._evict(need_bytes, before_ns, done, spare=False)
+                return Room.MADE if done.freed_bytes else Room.NONE
             count = max(-(-need_bytes // self._row_bytes), min(_AHEAD, blocks.spares.most))
             ledger.add_spares(count * self._row_bytes)
-            made = 0
             try:
-                freed_bytes, made = self._evict(count * self._row_bytes, before_ns, spare=True)
+                self._evict(count * self._row_bytes, before_ns, done, spare=True)
             finally:
-                ledger.drop_spares((count - made) * self._row_bytes)
-        return Room.MADE if freed_bytes else Room.NONE
+                if done.spares < count:
+                    ledger.drop_spares((count - done.spares) * self._row_bytes)
+        return Room.MADE if done.freed_bytes else Room.NONE
 
     def oldest_ns(self) -> int | None:
         """When the block that would go first was used; None if there is none. Takes no lock."""
@@ -68,18 +78,13 @@ class Evictor:
         found = self._index.least_recent(self._volume.number, 1)
         return found[0].used_ns if found else None
 
-    def _evict(self, need_bytes: int, before_ns: int, *, spare: bool) -> tuple[int, int]:
-        """Bytes freed, and how many files became spares."""
-        freed_bytes = made = 0
-        while freed_bytes < need_bytes:
-            count = min(_BATCH, -(-(need_bytes - freed_bytes) // self._row_bytes))
+    def _evict(self, need_bytes: int, before_ns: int, done: _Done, *, spare: bool) -> None:
+        while done.freed_bytes < need_bytes:
+            count = min(_BATCH, -(-(need_bytes - done.freed_bytes) // self._row_bytes))
             batch = self._choose(count, before_ns)
             if not batch:
                 break
-            for removal in self._remove(batch, spare):
-                freed_bytes += removal.freed_bytes
-                made += removal.spare
-        return freed_bytes, made
+            self._remove(batch, done, spare)
 
     def _choose(self, count: int, before_ns: int) -> list[Candidate]:
         """The least recent ones that nobody is loading."""
@@ -115,7 +120,7 @@ class Evictor:
         if self._candidates and candidate.used_ns < self._candidates[0].used_ns:
             bisect.insort(self._candidates, candidate, key=lambda c: -c.used_ns)
 
-    def _remove(self, batch: list[Candidate], spare: bool) -> list[Removal]:
+    def _remove(self, batch: list[Candidate], done: _Done, spare: bool) -> None:
         volume, index = self._volume, self._index
         victims = [
             Victim(
@@ -126,18 +131,25 @@ class Evictor:
             )
             for candidate in batch
         ]
-        removals = volume.blocks.remove(victims, spare=spare)
+        removals, error = volume.blocks.remove(victims, spare=spare)
         for candidate, removal in zip(batch, removals, strict=True):
             block_id = candidate.block_id
+            done.freed_bytes += removal.freed_bytes
+            done.spares += removal.spare
             if removal.used_ns is not None:
                 # Another process has used it: it is as recent as that says.
-                index.use(block_id, removal.used_ns)
+                index.used_elsewhere(block_id, removal.used_ns)
                 self._put_in_order(candidate._replace(used_ns=removal.used_ns))
                 continue
             never_read = index.is_unread(block_id)
-            index.remove(block_id, volume.number)
+            index.evicted(candidate)
             if removal.freed_bytes:
-                self._counters.add("evicted")
-                self._counters.add("evicted_bytes", removal.freed_bytes)
-                self._counters.add("evicted_never_read", never_read)
-        return removals
+                self._counters.add_all(
+                    {
+                        "evicted": 1,
+                        "evicted_bytes": removal.freed_bytes,
+                        "evicted_never_read": never_read,
+                    }
+                )
+        if error is not None:
+            raise error

@@ -102,6 +102,13 @@ class Index:
         self._used_ns[place] = used_ns
         return int(self._volumes[place])
 
+    def used_elsewhere(self, block_id: int, used_ns: int) -> None:
+        """Another process has used it, at least as late as that."""
+        with self._lock:
+            place = self._places.get(block_id)
+            if place is not None:
+                self._used_ns[place] = max(int(self._used_ns[place]), used_ns)
+
     def shown_ns(self, block_id: int) -> int:
         """When others were last shown that it is used; 0 where unknown."""
         place = self._places.get(block_id)
@@ -247,6 +254,13 @@ class Index:
         places = places[np.argsort(used_ns[places], kind="stable")]
         with self._lock:
             return [self._candidate(place) for place in places.tolist()]
+
+    def evicted(self, candidate: Candidate) -> None:
+        """Forget a candidate, unless it has been used since it was named: stored anew, maybe."""
+        with self._lock:
+            forget = self.still(candidate)
+        if forget:
+            self.remove(candidate.block_id)
 
     def still(self, candidate: Candidate) -> bool:
         """Whether a candidate has been neither used nor forgotten since it was named."""

@@ -83,7 +83,10 @@ class OsIo:
 
     def open(self, directory: int, name: str, flags: int) -> int:
         # One component needs no proof of where it leads, if it is not a link.
-        if self._has_openat2 and "/" in name:
+        if "/" not in name:
+            flags |= os.O_NOFOLLOW | os.O_CLOEXEC
+            return os.open(name, flags, FILE_MODE, dir_fd=directory)
+        if self._has_openat2:
             return self._openat2(directory, name, flags)
         return _open_by_component(directory, name, flags)
 

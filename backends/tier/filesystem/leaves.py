@@ -24,21 +24,26 @@ class Leaves:
         self._most = machine.open_files_limit() // _SHARE
         self._fds: dict[int, int] = {}
 
+    def take(self, shard: int) -> int:
+        """An O_PATH descriptor of a directory, which is made if it is missing; `give_back` it."""
+        fd = self._fds.get(shard)
+        if fd is None:
+            fd = self._open(shard)
+            if len(self._fds) < self._most:
+                self._fds.setdefault(shard, fd)
+        return fd
+
+    def give_back(self, shard: int, fd: int) -> None:
+        if self._fds.get(shard) != fd:
+            self._place.io.close(fd)
+
     @contextlib.contextmanager
     def opened(self, shard: int) -> Iterator[int]:
-        """An O_PATH descriptor of a directory, which is made if it is missing."""
-        fd = self._fds.get(shard)
-        if fd is not None:
-            yield fd
-            return
-        fd = self._open(shard)
-        if len(self._fds) < self._most and self._fds.setdefault(shard, fd) == fd:
-            yield fd
-            return
+        fd = self.take(shard)
         try:
             yield fd
         finally:
-            self._place.io.close(fd)
+            self.give_back(shard, fd)
 
     def renew(self, shard: int) -> None:
         """Somebody has removed the directory, so what was open leads nowhere."""

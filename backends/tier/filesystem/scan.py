@@ -6,6 +6,7 @@ for as long as its directories take, and only where the ledger turned out to be 
 
 from __future__ import annotations
 
+import errno
 import stat
 import time
 from collections.abc import Callable
@@ -43,17 +44,26 @@ class Scanner:
         self._stopped = stopped
 
     def scan(self) -> bool:
-        """All of it; False if it was stopped. Raises OSError."""
+        """All of it; False if it was stopped, or if some of it could not be read.
+
+        Raises OSError where something could not be read that was never counted before.
+        """
         names = self._namespace_names()
         self.count_quarantine()
+        failed: OSError | None = None
         for shard in range(naming.SHARDS):
             if self._stopped():
                 return False
             began_s = time.monotonic()
-            self.count(shard, names)
+            try:
+                self.count(shard, names)
+            except OSError as error:
+                failed = error
             # As long again: a scan leaves the counts, and the interpreter, to others.
             time.sleep(max(_PAUSE_S, time.monotonic() - began_s))
-        return True
+        if failed is not None and not self._volume.ledger.totals().counted:
+            raise failed
+        return failed is None
 
     def count(self, shard: int, names: list[str] | None = None) -> None:
         """Enter one shard into the index and make the ledger agree with it. Raises OSError."""
@@ -82,8 +92,11 @@ class Scanner:
             leaf = f"{name}/{shard:02x}"
             try:
                 entries = self._volume.place.io.scandir(self._volume.place.root, leaf)
-            except (FileNotFoundError, NotADirectoryError):
-                continue
+            except OSError as error:
+                # Nothing yet, or something of somebody else's in its place.
+                if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                    continue
+                raise
             files = [entry.name for entry in entries if not entry.is_directory]
             found = self._enter(self._namespaces.number(name), leaf, files)
             nbytes, blocks = nbytes + found.bytes, blocks + found.blocks

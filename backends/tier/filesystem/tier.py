@@ -56,6 +56,7 @@ _ABSENT: Final = (errno.ENOENT, errno.ENOTDIR)
 # A lookup is PENDING for so long at most, whatever hangs below.
 _PENDING_S: Final = 5.0
 _UNUSABLE_MAX: Final = 65536
+_SKIPPED: Final = {"dedup_skips": 1}
 _CLOSED = "the tier was closed"
 
 
@@ -82,6 +83,7 @@ class FilesystemTier(Tier):
         self._settings = settings
         self._io = io or OsIo()
         self._row_bytes = context.rows.row_bytes
+        self._written = {"stored": 1, "stored_bytes": self._row_bytes, "written_never_read": 1}
         parallel = context.parallel
         isolated = settings.placement == "per_replica"
         replica = parallel.data_parallel_index if isolated else None
@@ -117,8 +119,7 @@ class FilesystemTier(Tier):
         usable = [lane.why_not(loads=True) is None for lane in self._lanes]
         used_ns = self._used_ns(len(keys))
         answers = [self._lookup(key, used_ns - i, usable) for i, key in enumerate(keys)]
-        self._counters.add("lookups", len(keys))
-        self._counters.add("hits", answers.count(Lookup.HIT))
+        self._counters.add_all({"lookups": len(keys), "hits": answers.count(Lookup.HIT)})
         return answers
 
     def submit_store(self, job: Job) -> None:
@@ -365,12 +366,7 @@ class FilesystemTier(Tier):
 
     def _stored(self, lane: Lane, task: Task, moved_bytes: int) -> None:
         lane.volume.stores.succeeded(task.began_s)
-        if moved_bytes:
-            self._counters.add("stored")
-            self._counters.add("stored_bytes", moved_bytes)
-            self._counters.add("written_never_read")
-        else:
-            self._counters.add("dedup_skips")
+        self._counters.add_all(self._written if moved_bytes else _SKIPPED)
         self._index.add(
             *(task.block_id, task.key, 0, lane.volume.number, task.used_ns),
             written=moved_bytes > 0,
@@ -458,8 +454,7 @@ class FilesystemTier(Tier):
             outcome, reason = Outcome.FAILED, f"{type(error).__name__}: {error}"
         moved_bytes = self._row_bytes if outcome is Outcome.DONE else 0
         if moved_bytes and not task.is_late():
-            self._counters.add("loaded")
-            self._counters.add("loaded_bytes", moved_bytes)
+            self._counters.add_all({"loaded": 1, "loaded_bytes": moved_bytes})
         self._jobs.end(task, outcome, reason, moved_bytes)
 
     def _read(self, lane: Lane, task: Task) -> tuple[Outcome, str]:
@@ -580,7 +575,8 @@ class FilesystemTier(Tier):
                 replica=self._context.parallel.data_parallel_index,
                 replicas=self._replicas,
                 stagger_s=settings.stagger_s,
-                ready=volume.is_counted,
+                # Where it cannot be counted they begin too, and are told so.
+                ready=lambda: volume.is_counted() or not volume.stores.closed(),
                 go=lambda tasks: pool.add(tasks, loads=False),
             ),
             prober=Prober(
