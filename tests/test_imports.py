@@ -14,8 +14,8 @@ import pytest
 from tests.kit import REPO
 
 HYDRA = ("hydra", "omegaconf")
-TIER_COMMON = ("base", "blocking", "registry", "settings", "__init__")
-"""Modules of `backends.tier` that every tier may import."""
+TIERS = ("filesystem", "object")
+"""Packages of `backends.tier`: each is one tier. Its plain modules are what tiers share."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,12 @@ def between_tiers(module: str, name: str) -> bool:
     if not module.startswith("backends.tier.") or not name.startswith("backends.tier."):
         return False
     importer, imported = module.split(".")[2], name.split(".")[2]
-    return importer not in TIER_COMMON and imported not in (*TIER_COMMON, importer)
+    return importer in TIERS and imported in TIERS and imported != importer
+
+
+def test_every_package_beside_the_shared_modules_is_held_to_be_a_tier() -> None:
+    packages = (REPO / "backends" / "tier").glob("*/__init__.py")
+    assert sorted(path.parent.name for path in packages) == sorted(TIERS)
 
 
 def test_no_module_imports_what_its_layer_may_not() -> None:
@@ -119,8 +124,8 @@ def test_no_module_imports_what_its_layer_may_not() -> None:
         ("backends/region.py", "def f():\n    import hydra", "hydra"),
         ("backends/a/b.py", "from omegaconf import DictConfig as D", "omegaconf.DictConfig"),
         ("orchestrator/app.py", "import launch", "launch"),
-        ("backends/tier/fs.py", "from backends.tier.object import X", "backends.tier.object"),
-        ("backends/tier/fs.py", "from . import object", "backends.tier.object"),
+        ("backends/tier/filesystem/a.py", "import backends.tier.object", "backends.tier.object"),
+        ("backends/tier/filesystem/a.py", "from .. import object", "backends.tier.object"),
     ],
 )
 def test_the_walk_finds_each_kind_of_forbidden_import(
@@ -133,9 +138,9 @@ def test_the_walk_finds_each_kind_of_forbidden_import(
 
 
 def test_a_tier_may_import_what_all_tiers_share(tmp_path: Path) -> None:
-    folder = tmp_path / "backends" / "tier"
+    folder = tmp_path / "backends" / "tier" / "object"
     folder.mkdir(parents=True)
-    (folder / "fs.py").write_text("from backends.tier import base\nfrom backends.errors import X\n")
+    (folder / "a.py").write_text("from backends.tier import base\nfrom backends.errors import X\n")
     assert violations(tmp_path) == []
 
 

@@ -13,21 +13,20 @@ what is installed: no import path is taken from one.
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from backends.errors import KvquayError, TierError
-from backends.tier.settings import convert_settings, suggest
+from backends.plugins import OURS, Plugin, Plugins
+from backends.tier.settings import convert_settings
 
 if TYPE_CHECKING:
     # A plan checks tiers' settings, and answers before numpy could be imported.
     from backends.tier.base import Tier, TierContext
 
 GROUP: Final = "kvquay.tiers"
-_OURS: Final = "kvquay itself"
 
 
 class Builtin(NamedTuple):
@@ -41,6 +40,10 @@ BUILTIN: Final[Mapping[str, Builtin]] = {
     "fs": Builtin(
         "backends.tier.filesystem.tier:FilesystemTier",
         "backends.tier.filesystem.settings:FilesystemSettings",
+    ),
+    "object": Builtin(
+        "backends.tier.object.tier:ObjectTier",
+        "backends.tier.object.settings:ObjectSettings",
     ),
 }
 
@@ -57,12 +60,23 @@ class TierFactory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TierEntry:
-    """A tier that was found. `origin` says, for people, who brought it."""
+    """A tier that was found."""
 
-    name: str
-    origin: str
-    target: str
+    plugin: Plugin
     settings_type: type[Any]
+
+    @property
+    def name(self) -> str:
+        return self.plugin.name
+
+    @property
+    def origin(self) -> str:
+        """Who brought it, for people."""
+        return self.plugin.origin
+
+    @property
+    def target(self) -> str:
+        return self.plugin.target
 
     def settings(self, given: Mapping[str, Any], where: str = "") -> Any:
         """What a configuration says of this tier, as its `settings_type`; opens nothing.
@@ -80,7 +94,7 @@ class TierEntry:
                 f"tier {self.name!r} was given settings of type {type(settings).__name__}, "
                 f"expected {self.settings_type.__name__}; make them with TierEntry.settings"
             )
-        factory = _load(str(self), self.target)
+        factory = self.plugin.load()
         try:
             tier = factory(context, settings)
         except KvquayError:
@@ -95,16 +109,7 @@ class TierEntry:
         return tier
 
     def __str__(self) -> str:
-        return f"tier {self.name!r} of {self.origin} ({self.target})"
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """`settings` None: the factory at `target` has them."""
-
-    origin: str
-    target: str
-    settings: str | None = None
+        return str(self.plugin)
 
 
 class TierRegistry:
@@ -116,20 +121,13 @@ class TierRegistry:
         entry_points: Iterable[EntryPoint] | None = None,
     ) -> None:
         """`entry_points` None: those of group `kvquay.tiers` that are installed."""
-        if entry_points is None:
-            entry_points = importlib.metadata.entry_points(group=GROUP)
-        self._sources: dict[str, list[_Source]] = {
-            name: [_Source(_OURS, where.tier, where.settings)] for name, where in builtin.items()
-        }
-        for point in entry_points:
-            source = _Source(_distribution(point), point.value)
-            sources = self._sources.setdefault(point.name, [])
-            if source not in sources:
-                sources.append(source)
+        self._builtin = builtin
+        targets = {name: where.tier for name, where in builtin.items()}
+        self._plugins = Plugins("tier", GROUP, TierError, targets, entry_points)
 
     def names(self) -> tuple[str, ...]:
         """Every name that `find` takes, sorted."""
-        return tuple(sorted(self._sources))
+        return self._plugins.names()
 
     def find(self, name: str) -> TierEntry:
         """The tier of this name. A tier of ours is not imported by that, only its settings are.
@@ -137,48 +135,20 @@ class TierRegistry:
         Raises TierError: no such name, a name that two distributions claim, a tier that cannot be
         imported, or that is none.
         """
-        sources = self._sources.get(name)
-        if sources is None:
-            raise TierError(
-                f"there is no tier {name!r}; {suggest(name, self._sources)} A tier of your own is "
-                f"announced by entry point, group {GROUP}"
-            )
-        if len(sources) > 1:
-            claims = " and ".join(f"{source.origin} ({source.target})" for source in sources)
-            raise TierError(
-                f"the tier name {name!r} is claimed by {claims}; uninstall or rename one of them"
-            )
-        [source] = sources
-        where = f"tier {name!r} of {source.origin} ({source.target})"
-        if source.settings is not None:
-            kind = _load(where, source.settings)
+        plugin = self._plugins.find(name)
+        if plugin.origin == OURS:
+            kind = plugin.load(self._builtin[name].settings)
         else:
-            factory = _load(where, source.target)
+            factory = plugin.load()
             kind = getattr(factory, "settings_type", None)
             if not callable(factory) or not isinstance(kind, type):
                 raise TierError(
-                    f"{where} is not a tier factory: expected something to call, with an attribute "
-                    "settings_type that is a dataclass"
+                    f"{plugin} is not a tier factory: expected something to call, with an "
+                    "attribute settings_type that is a dataclass"
                 )
         parameters = getattr(kind, "__dataclass_params__", None)
         if parameters is None or not parameters.frozen:
             raise TierError(
-                f"{where} has settings_type {kind.__name__}, expected a frozen dataclass"
+                f"{plugin} has settings_type {kind.__name__}, expected a frozen dataclass"
             )
-        return TierEntry(name, source.origin, source.target, kind)
-
-
-def _distribution(point: EntryPoint) -> str:
-    if point.dist is None:
-        return "an unknown distribution"
-    return f"distribution {point.dist.name} {point.dist.version}"
-
-
-def _load(where: str, target: str) -> Any:
-    try:
-        return EntryPoint("", target, GROUP).load()
-    # Whatever the import of somebody else's module raises is told, not passed on.
-    except Exception as error:
-        raise TierError(
-            f"{where} cannot be loaded: {type(error).__name__}: {error}; mend or uninstall it"
-        ) from error
+        return TierEntry(plugin, kind)

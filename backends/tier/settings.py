@@ -107,12 +107,12 @@ def _value(hint: Any, given: object, key: str, problems: list[SettingsProblem]) 
     for kind in (hint, *get_args(hint)):
         if dataclasses.is_dataclass(kind) and isinstance(given, Mapping):
             return _convert(kind, given, f"{key}.", problems)
-    if isinstance(given, str) and _is_size(hint):
+    if isinstance(given, str) and _is_size(hint) and given not in _choices(hint):
         try:
             return parse_size(given)
         except ValueError:
             fix = "write a number and a unit, such as 512MiB, 8GiB or 2TB"
-            problems.append(SettingsProblem(key, given, f"expected {_SIZE_MARK}", fix))
+            problems.append(SettingsProblem(key, given, f"expected {_words(hint)}", fix))
             return None
     try:
         return msgspec.convert(given, hint)
@@ -141,8 +141,8 @@ def _choices(hint: Any) -> list[str]:
 
 def _words(hint: Any) -> str:
     choices = _choices(hint)
+    if _is_size(hint):
+        return " or ".join((_SIZE_MARK, *choices))
     if choices:
         return f"one of {', '.join(choices)}"
-    if _is_size(hint):
-        return _SIZE_MARK
     return hint.__name__ if isinstance(hint, type) else str(hint)

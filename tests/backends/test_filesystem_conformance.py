@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, ClassVar
-
-from filesystem_kit import FilesystemHarness
+from filesystem_kit import BufferedHarness, FilesystemHarness, TwoPathsHarness
 
 from backends.testing import TierConformance
 
@@ -15,19 +11,9 @@ class TestFilesystem(TierConformance):
     harness_type = FilesystemHarness
 
 
-class BufferedHarness(FilesystemHarness):
-    changes: ClassVar[Mapping[str, Any]] = {"direct": "off"}
-
-
 class TestFilesystemBuffered(TierConformance):
     harness_type = BufferedHarness
     kills = 2
-
-
-class TwoPathsHarness(FilesystemHarness):
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
-        self.paths = [directory / "disk", directory / "disk1"]
 
 
 class TestFilesystemOnTwoPaths(TierConformance):

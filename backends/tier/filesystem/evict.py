@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from backends.tier.counters import Counters
 from backends.tier.filesystem import naming
-from backends.tier.filesystem.blockfiles import Room, Victim
-from backends.tier.filesystem.counters import Counters
-from backends.tier.filesystem.index import Candidate, Index
-from backends.tier.filesystem.spaces import Namespaces
+from backends.tier.filesystem.removal import Victim
+from backends.tier.filesystem.room import Room
 from backends.tier.filesystem.volume import Volume
+from backends.tier.index import Candidate, Index
+from backends.tier.spaces import Namespaces
 
 _CANDIDATES: Final = 256
 # Where the capacity allows spares, so many are made at a time.
@@ -53,7 +54,7 @@ class Evictor:
 
         `spare`: keep the files to be written over, where they can be, and some more of them.
         """
-        blocks, ledger = self._volume.blocks, self._volume.ledger
+        spares, ledger = self._volume.space.spares, self._volume.ledger
         done = _Done()
         with ledger.evicting() as alone:
             if not alone:
@@ -61,7 +62,7 @@ class Evictor:
             if not spare:
                 self._evict(need_bytes, before_ns, done, spare=False)
                 return Room.MADE if done.freed_bytes else Room.NONE
-            count = max(-(-need_bytes // self._row_bytes), min(_AHEAD, blocks.spares.most))
+            count = max(-(-need_bytes // self._row_bytes), min(_AHEAD, spares.most))
             ledger.add_spares(count * self._row_bytes)
             try:
                 self._evict(count * self._row_bytes, before_ns, done, spare=True)
@@ -131,7 +132,7 @@ class Evictor:
             )
             for candidate in batch
         ]
-        removals, error = volume.blocks.remove(victims, spare=spare)
+        removals, error = volume.remover.remove(victims, spare=spare)
         for candidate, removal in zip(batch, removals, strict=True):
             block_id = candidate.block_id
             done.freed_bytes += removal.freed_bytes

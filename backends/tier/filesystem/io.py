@@ -35,13 +35,18 @@ class Entry(NamedTuple):
 
 
 class Io(Protocol):
-    """What the tier needs of a filesystem. All raise OSError."""
+    """What the tier needs of a filesystem. All but `close` raise OSError."""
 
     def open_root(self, path: str) -> int:
         """An O_PATH descriptor of a directory; links in `path` itself are followed."""
 
     def open(self, directory: int, name: str, flags: int) -> int: ...
-    def close(self, fd: int) -> None: ...
+    def close(self, fd: int) -> None:
+        """Of what was not written to: whatever the kernel says, it is closed."""
+
+    def finish(self, fd: int) -> None:
+        """Close what was written to; the last moment at which some filesystems refuse a write."""
+
     def preadv(self, fd: int, buffers: list[Buffer], offset: int) -> int: ...
     def pwritev(self, fd: int, buffers: list[Buffer], offset: int) -> int: ...
     def write_all(self, fd: int, data: bytes) -> None: ...
@@ -91,6 +96,13 @@ class OsIo:
         return _open_by_component(directory, name, flags)
 
     def close(self, fd: int) -> None:
+        try:
+            os.close(fd)
+        except OSError as error:
+            if error.errno == errno.EBADF:
+                raise
+
+    def finish(self, fd: int) -> None:
         os.close(fd)
 
     def preadv(self, fd: int, buffers: list[Buffer], offset: int) -> int:
@@ -153,7 +165,11 @@ class OsIo:
                 raise OSError(number, os.strerror(number), new_name)
         # A network filesystem that cannot rename exclusively can still link exclusively.
         os.link(name, new_name, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
-        os.unlink(name, dir_fd=source)
+        try:
+            os.unlink(name, dir_fd=source)
+        except OSError:
+            os.unlink(new_name, dir_fd=target)
+            raise
 
     def replace(self, source: int, name: str, target: int, new_name: str) -> None:
         os.replace(name, new_name, src_dir_fd=source, dst_dir_fd=target)
@@ -205,6 +221,11 @@ class OsIo:
         finally:
             os.close(fd)
         return True
+
+
+def words(error: OSError) -> str:
+    """What went wrong, for people: the kernel's words and its name for it."""
+    return f"{error.strerror or error} ({errno.errorcode.get(error.errno or 0, 'no errno')})"
 
 
 def _open_by_component(directory: int, name: str, flags: int) -> int:

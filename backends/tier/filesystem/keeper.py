@@ -13,21 +13,22 @@ from collections.abc import Callable
 from typing import Final
 
 from backends.errors import TierError
+from backends.tier.counters import Counters
 from backends.tier.filesystem import naming, snapshot
-from backends.tier.filesystem.blockfiles import Room
-from backends.tier.filesystem.counters import Counters
 from backends.tier.filesystem.evict import Evictor
-from backends.tier.filesystem.index import Index
 from backends.tier.filesystem.ledger import Totals
+from backends.tier.filesystem.ledgerfile import QUARANTINE_SHARD
+from backends.tier.filesystem.room import Room
 from backends.tier.filesystem.scan import Scanner
 from backends.tier.filesystem.settings import FilesystemSettings
 from backends.tier.filesystem.volume import Volume
+from backends.tier.index import Index
 
 _TICK_S: Final = 0.25
 _BEAT_S: Final = 1.0
 _SWEEP_S: Final = 30.0
 _RESCAN_S: Final = 2.0
-_RESCAN_SHARE: Final = 20.0
+_RESCAN_SHARE: Final = 10.0
 # So many blocks, or one part in so many, may be unknown without a new scan.
 _UNKNOWN: Final = 4
 _UNKNOWN_SHARE: Final = 50
@@ -88,9 +89,10 @@ class Keeper:
         return not self._thread.is_alive()
 
     def save(self) -> None:
-        """Write a snapshot of what is known of this path. Raises OSError."""
+        """Write a snapshot of what is known of this path. Without one a scan finds it all."""
         columns = self._index.columns(0, self._volume.number)
-        self._volume.place.write_file(self._namespace, naming.SNAPSHOT, snapshot.pack(columns))
+        with contextlib.suppress(OSError):
+            self._volume.place.write_file(self._namespace, naming.SNAPSHOT, snapshot.pack(columns))
 
     def _serve(self) -> None:
         while not self._stopped:
@@ -107,7 +109,7 @@ class Keeper:
         volume = self._volume
         if not volume.stores.closed():
             return
-        if volume.place.needs_opening():
+        if volume.needs_opening():
             volume.open(make=False)
         if now_s >= self._next_beat_s:
             volume.ledger.beat()
@@ -119,7 +121,8 @@ class Keeper:
             self._counters.add("swept", volume.sweep())
             self._next_sweep_s = now_s + _SWEEP_S
         self._recount_for_the_dead()
-        if now_s >= self._next_scan_s and self._has_to_scan(totals):
+        due = now_s >= self._next_scan_s and self._has_to_scan(totals)
+        if due or not totals.counted:
             self._scan()
             # A scan of millions takes its time, and is not to take all of it.
             took_s = time.monotonic() - now_s
@@ -131,7 +134,8 @@ class Keeper:
             self.save()
 
     def _restore(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
+        # A snapshot that cannot be read, for whatever reason, is none: the scan finds it all.
+        with contextlib.suppress(OSError):
             columns = snapshot.unpack(
                 self._volume.place.read_file(self._namespace, naming.SNAPSHOT)
             )
@@ -141,7 +145,7 @@ class Keeper:
 
     def _has_to_scan(self, totals: Totals) -> bool:
         """Whether there is too much here that this process does not know, so cannot evict."""
-        if not self.scanned.is_set() or not totals.counted:
+        if not self.scanned.is_set():
             return True
         unknown = abs(totals.blocks - self._index.count(self._volume.number))
         return unknown > max(_UNKNOWN, totals.blocks // _UNKNOWN_SHARE)
@@ -156,19 +160,35 @@ class Keeper:
         self._counted()
 
     def _recount_for_the_dead(self) -> None:
-        """A writer that died while it stored has left a reservation, rightly or not."""
+        """A writer that died has left files, and may have left a count that is wrong.
+
+        Its reservation makes up for that until all is counted.
+        """
         volume = self._volume
-        for writer, reserved_bytes in volume.ledger.dead_writers():
+        for writer in volume.ledger.dead_writers():
             self._counters.add("swept", volume.place.empty_writer(writer))
-            if reserved_bytes:
-                for shard in range(naming.SHARDS):
-                    self._scanner.count(shard)
+            self._scanner.count_quarantine()
+            for shard in range(naming.SHARDS):
+                self._scanner.count(shard, exactly=True)
             volume.ledger.forget(writer)
 
     def _settle_debts(self) -> None:
-        for shard in self._volume.blocks.debts():
-            self._scanner.count(shard)
-            self._volume.blocks.pay(shard)
+        """Count what could not be counted when it changed, and delete what could not be deleted."""
+        volume = self._volume
+        volume.space.discard_again()
+        owed = volume.space.owed()
+        shards = volume.ledger.take_doubtful()
+        try:
+            for shard in shards:
+                if shard == QUARANTINE_SHARD:
+                    self._scanner.count_quarantine()
+                else:
+                    self._scanner.count(shard, exactly=True)
+        except BaseException:
+            volume.ledger.doubt(shards)
+            raise
+        if owed:
+            volume.space.pay(owed)
 
     def _evict(self) -> None:
         """Above the high watermark, evict to the low one.
@@ -177,10 +197,10 @@ class Keeper:
         the files. What is above the high watermark, and when they pause all the rest, is deleted.
         """
         volume, settings = self._volume, self._settings
-        spares = volume.blocks.spares
+        spares = volume.space.spares
         paused = spares.idle_s() > _PAUSE_S
         if paused and len(spares):
-            volume.blocks.drop_spares()
+            volume.space.drop_spares()
         totals = volume.ledger.totals()
         if not totals.counted:
             return

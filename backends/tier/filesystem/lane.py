@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from backends.tier.filesystem.blockfiles import Unpublished
 from backends.tier.filesystem.commits import GroupCommit
 from backends.tier.filesystem.evict import Evictor
-from backends.tier.filesystem.jobs import Task
 from backends.tier.filesystem.keeper import Keeper
-from backends.tier.filesystem.pool import Pool
-from backends.tier.filesystem.probes import Prober
-from backends.tier.filesystem.turns import Turns
+from backends.tier.filesystem.prober import Prober
 from backends.tier.filesystem.volume import Volume
+from backends.tier.jobs import Task
+from backends.tier.pool import Pool
+from backends.tier.turns import Turns
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Lane:
         breaker = volume.loads if loads else volume.stores
         if not breaker.closed():
             return f"{volume.path}: {breaker.reason}; tried again in {breaker.remaining_s():.1f} s"
-        if not volume.place.is_open:
+        if not (volume.place.is_readable if loads else volume.is_open):
             return f"{volume.path}: not open: {volume.stores.reason}"
         busy_s = self.pool.busy_for_s()
         if busy_s > self.stuck_s:

@@ -57,8 +57,7 @@ class Leaves:
     def close(self) -> None:
         """May be called again."""
         while self._fds:
-            with contextlib.suppress(OSError):
-                self._place.io.close(self._fds.popitem()[1])
+            self._place.io.close(self._fds.popitem()[1])
 
     def _open(self, shard: int) -> int:
         place, path = self._place, f"{self._namespace}/{shard:02x}"

@@ -1,15 +1,5 @@
 """What all processes together have on one path, and who is about to write what.
 
-One small file, read and written with pread and pwrite under locks on its bytes. It is not mapped:
-a disk that fails under a mapping is a SIGBUS, and must be an error here.
-
-    offset     size     content
-    0          4096     magic, format version
-    4096       257*16   bytes and blocks of each shard, the last one being the quarantine;
-                        -1 blocks: not counted yet
-    12288      128*64   writers: host, pid, start time, nonce, bytes reserved, heartbeat
-    20480      128*4096 claims of each writer: ids of blocks that it is writing or will at once
-
 Every step errs on the side of counting too much. Space is reserved before a file is begun; files
 get their names, and their shards the new counts, under one lock; only then the reservation ends. A
 killed process leaves its reservation, which goes on counting until every shard has been counted
@@ -20,51 +10,34 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
-import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from backends.tier.filesystem.counting import Counting
+from backends.tier.filesystem.ledgerfile import (
+    CLAIMS_AT,
+    CLAIMS_LOCK,
+    CLAIMS_MAX,
+    COUNT,
+    COUNTS,
+    COUNTS_AT,
+    EVICT_LOCK,
+    TABLE_LOCK,
+    WRITER,
+    WRITER_PLACE,
+    WRITERS_AT,
+    WRITERS_MAX,
+    LedgerFile,
+)
 from backends.tier.filesystem.naming import LEDGER, SHARDS
 from backends.tier.filesystem.place import Place
 from backends.tier.filesystem.writer import Writer
 
-QUARANTINE_SHARD: Final = SHARDS
-COUNTS: Final = SHARDS + 1
-WRITERS_MAX: Final = 128
-CLAIMS_MAX: Final = 512
-_MAGIC: Final = b"KVQUSAGE"
-_VERSION: Final = 1
-_COUNTS_AT: Final = 4096
-_WRITERS_AT: Final = 12288
-_CLAIMS_AT: Final = 20480
-_SIZE: Final = _CLAIMS_AT + WRITERS_MAX * CLAIMS_MAX * 8
-_WRITER = np.dtype(
-    [
-        ("host", "<u8"),
-        ("pid", "<u4"),
-        ("used", "<u4"),
-        ("start_time", "<u8"),
-        ("nonce", "<u8"),
-        ("bytes", "<i8"),
-        ("heartbeat", "<u8"),
-        ("spare", "<u8", (2,)),
-    ]
-)
-_COUNT = struct.Struct("<qq")
-_PLACE = struct.Struct("<QIIQQqQ16s")
-# Locked bytes.
-_TABLE_LOCK: Final = 0
-_COUNTS_LOCK: Final = 1
-_EVICT_LOCK: Final = 2
-_LOCKS: Final = _EVICT_LOCK + 1
-# Longer than any step under a lock takes; a holder that was stopped must not stop the others.
-LOCK_TIMEOUT_S: Final = 2.0
 # A lease is at most so many blocks, and one part in so many of the room that is left.
 _LEASE_BLOCKS: Final = 16
 _LEASE_SHARE: Final = 32
@@ -92,13 +65,10 @@ class Ledger:
     """One path's ledger, as one writer sees it. Threads may share it."""
 
     def __init__(self, place: Place) -> None:
-        self._place = place
-        self._io = place.io
+        self.file = LedgerFile(place)
         self._writer = place.writer
-        self._mutexes = [threading.Lock() for _ in range(_LOCKS)]
         self._state = threading.Lock()
         self._opening = threading.Lock()
-        self._fd = -1
         self._slot = -1
         self._in_use_bytes = 0
         self._lease_bytes = 0
@@ -110,38 +80,32 @@ class Ledger:
         self._claims_lock = threading.Lock()
         self._beats: dict[int, tuple[int, float]] = {}
         self._liveness: dict[Writer, tuple[bool, float]] = {}
-        self.cached = Totals(0, 0, 0, False)
+        self._known_bytes = self._known_blocks = self._others_bytes = 0
+        self._counted = False
+        self._doubtful: set[int] = set()
 
     # Opening and closing.
 
     def ensure(self) -> None:
         """Open or make the file and take a place in it, again where it was removed; OSError."""
-        if not self._is_there():
+        if not self._is_ready():
             with self._opening:
-                if not self._is_there():
-                    self._open()
+                if not self._is_ready():
+                    self.file.open()
+                    with self.file.held(TABLE_LOCK):
+                        self._take_slot()
+                    self.totals()
 
-    def _is_there(self) -> bool:
-        return self._slot >= 0 and self._io.fstat(self._fd).st_nlink > 0
+    def _is_ready(self) -> bool:
+        return self._slot >= 0 and self.file.is_there()
 
-    def _open(self) -> None:
-        fd = self._open_file()
-        if self._fd < 0:
-            self._fd = fd
-        else:
-            # The number stays valid for threads that are using it.
-            os.dup2(fd, self._fd, inheritable=False)
-            self._io.close(fd)
-        self._take_slot()
-        self.totals()
-
-    def close(self) -> None:
-        if self._fd < 0:
-            return
+    def close(self, *, leave_place: bool) -> None:
+        """May be called again. `leave_place`: nothing of this writer is on the disk any more."""
         with contextlib.suppress(OSError):
-            self._write_slot(clear=True)
-        self._io.close(self._fd)
-        self._fd = self._slot = -1
+            if leave_place:
+                self._write_slot(clear=True)
+        self._slot = -1
+        self.file.close()
 
     # Counting.
 
@@ -151,8 +115,18 @@ class Ledger:
 
     def counts(self) -> npt.NDArray[np.int64]:
         """Bytes and blocks of every shard, int64 [257, 2]."""
-        data = self.read(_COUNTS_AT, COUNTS * _COUNT.size)
+        data = self.file.read(COUNTS_AT, COUNTS * COUNT.size)
         return np.frombuffer(data, "<i8").reshape(COUNTS, 2)
+
+    def doubt(self, shards: Iterable[int]) -> None:
+        """These counts may be wrong."""
+        self._doubtful.update(shards)
+
+    def take_doubtful(self) -> list[int]:
+        """Shards that have to be counted; whoever takes them counts them, or doubts them again."""
+        taken = sorted(self._doubtful)
+        self._doubtful.difference_update(taken)
+        return taken
 
     def totals(self) -> Totals:
         """What there is; never too little where the writers' table is held."""
@@ -161,12 +135,18 @@ class Ledger:
             writers = self._writers()
             # Of our own place the file may still say more than we have: see `release`.
             others = (writers["used"] == 1) & (writers["nonce"] != self._writer.nonce)
-            reserved = int(writers["bytes"][others].sum()) + self._own_bytes()
+            self._others_bytes = int(writers["bytes"][others].sum())
             counts = self.counts()
-            counted = bool((counts[:, 1] >= 0).all())
-            blocks = int(np.maximum(counts[:SHARDS, 1], 0).sum())
-            self.cached = Totals(int(counts[:, 0].sum()), blocks, reserved, counted)
+            self._counted = bool((counts[:, 1] >= 0).all())
+            self._known_bytes = int(counts[:, 0].sum())
+            self._known_blocks = int(np.maximum(counts[:SHARDS, 1], 0).sum())
             return self.cached
+
+    @property
+    def cached(self) -> Totals:
+        """What there was when it was last summed up, with what this process has done since."""
+        reserved_bytes = self._others_bytes + self._own_bytes()
+        return Totals(self._known_bytes, self._known_blocks, reserved_bytes, self._counted)
 
     # Reserving.
 
@@ -179,7 +159,7 @@ class Ledger:
         if self._take_from_lease(nbytes):
             return 0
         self.ensure()
-        with Held(self, _TABLE_LOCK):
+        with self.file.held(TABLE_LOCK):
             if self._take_from_lease(nbytes):
                 return 0
             totals = self.totals()
@@ -212,17 +192,13 @@ class Ledger:
 
     # Spare files: on the disk, and nobody's block. They count until they are written over or gone.
 
-    @property
-    def spare_bytes(self) -> int:
-        return self._spare_bytes
-
     def add_spares(self, nbytes: int) -> None:
         """Count files as spares, before their shards cease to. Raises OSError.
 
         Under the table's lock, as every increase is: whoever sums up must not miss a file that goes
         from its shard to its writer meanwhile.
         """
-        with Held(self, _TABLE_LOCK), self._state:
+        with self.file.held(TABLE_LOCK), self._state:
             self._spare_bytes += nbytes
             try:
                 self._write_slot()
@@ -235,6 +211,10 @@ class Ledger:
         with self._state:
             self._spare_bytes -= nbytes
             self._in_use_bytes += nbytes
+
+    def others_reserve(self) -> bool:
+        """Whether other writers had anything reserved when it was last summed up."""
+        return self._others_bytes > 0
 
     def drop_spares(self, nbytes: int) -> None:
         """Spares are gone, or never came about."""
@@ -257,8 +237,20 @@ class Ledger:
 
     # Claims.
 
-    def claim(self, ids: Iterable[int]) -> None:
-        """Tell others that these blocks are being written; as many as there is room for."""
+    def claim(self, ids: Iterable[int]) -> set[int]:
+        """Tell others that these blocks are being written; as many as there is room for.
+
+        What other living writers have claimed is not claimed, and given. Of two that want a block
+        at the same moment one gets it. Raises OSError.
+        """
+        if self._slot < 0:
+            return set()
+        with self.file.held(CLAIMS_LOCK):
+            elsewhere = self.claimed_elsewhere()
+            self._claim(block_id for block_id in ids if block_id not in elsewhere)
+        return elsewhere
+
+    def _claim(self, ids: Iterable[int]) -> None:
         with self._claims_lock:
             for block_id in ids:
                 if self._free_places and block_id not in self._claim_places:
@@ -285,36 +277,36 @@ class Ledger:
         found: set[int] = set()
         for slot in np.flatnonzero(writers["used"] == 1).tolist():
             if slot != self._slot and self._lives(slot, writers[slot]):
-                data = self.read(_CLAIMS_AT + slot * CLAIMS_MAX * 8, CLAIMS_MAX * 8)
+                data = self.file.read(CLAIMS_AT + slot * CLAIMS_MAX * 8, CLAIMS_MAX * 8)
                 claims = np.frombuffer(data, "<u8")
                 found.update(claims[claims != 0].tolist())
         return found
 
     def _write_claims(self) -> None:
         if self._slot >= 0:
-            at = _CLAIMS_AT + self._slot * CLAIMS_MAX * 8
-            self._write(at, self._claims.tobytes())
+            at = CLAIMS_AT + self._slot * CLAIMS_MAX * 8
+            self.file.write(at, self._claims.tobytes())
 
     # Other writers.
 
     def beat(self) -> None:
         """Show writers on other machines that this one lives, and that our place is still ours."""
         self.ensure()
-        with Held(self, _TABLE_LOCK):
+        with self.file.held(TABLE_LOCK):
             writers = self._writers()
             if int(writers["nonce"][self._slot]) != self._writer.nonce:
-                self._take_slot_locked()
+                self._take_slot()
             with self._state:
                 if not self._leased_lately:
                     self._lease_bytes = 0
                 self._leased_lately = False
                 self._write_slot()
 
-    def dead_writers(self) -> list[tuple[Writer, int]]:
-        """Writers that ended without closing, with the bytes that they had reserved."""
+    def dead_writers(self) -> list[Writer]:
+        """Writers that ended without closing."""
         writers = self._writers()
         return [
-            (_writer_of(writers[slot]), int(writers[slot]["bytes"]))
+            _writer_of(writers[slot])
             for slot in np.flatnonzero(writers["used"] == 1).tolist()
             if slot != self._slot and not self._lives(slot, writers[slot])
         ]
@@ -325,29 +317,14 @@ class Ledger:
 
     def forget(self, dead: Writer) -> None:
         """Drop a dead writer's place: whatever it left has been counted."""
-        with Held(self, _TABLE_LOCK):
+        with self.file.held(TABLE_LOCK):
             for slot, found in enumerate(self._writers()):
                 if found["used"] == 1 and _writer_of(found) == dead:
                     self._clear_slot(slot)
 
-    @contextlib.contextmanager
-    def evicting(self) -> Iterator[bool]:
+    def evicting(self) -> contextlib.AbstractContextManager[bool]:
         """Whether this thread is the one, of all processes, that evicts here now."""
-        mutex = self._mutexes[_EVICT_LOCK]
-        if not mutex.acquire(blocking=False):
-            yield False
-            return
-        try:
-            if not self._io.lock(self._fd, _EVICT_LOCK, exclusive=True):
-                yield False
-                return
-            try:
-                yield True
-            finally:
-                with contextlib.suppress(OSError):
-                    self._io.lock(self._fd, _EVICT_LOCK, exclusive=False)
-        finally:
-            mutex.release()
+        return self.file.held_now(EVICT_LOCK)
 
     def _lives(self, slot: int, found: np.void) -> bool:
         writer = _writer_of(found)
@@ -366,55 +343,9 @@ class Ledger:
         self._liveness[writer] = (alive, now)
         return alive
 
-    # The file.
-
-    def _open_file(self) -> int:
-        flags = os.O_RDWR
-        try:
-            fd = self._io.open(self._place.root, LEDGER, flags)
-        except FileNotFoundError:
-            return self._make_file()
-        try:
-            header = bytearray(16)
-            whole = self._io.preadv(fd, [header], 0) == 16 and self._io.fstat(fd).st_size == _SIZE
-            if whole and header == _file_header():
-                return fd
-        except BaseException:
-            self._io.close(fd)
-            raise
-        # Damaged, or of another version: everything is counted anew.
-        self._io.close(fd)
-        with contextlib.suppress(FileNotFoundError):
-            self._io.unlink(self._place.root, LEDGER)
-        return self._make_file()
-
-    def _make_file(self) -> int:
-        # Only this writer uses the name: what has it is left from an attempt that failed.
-        with contextlib.suppress(FileNotFoundError):
-            self._io.unlink(self._place.temporary, LEDGER)
-        fd = self._io.open(self._place.temporary, LEDGER, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        try:
-            # All of it now: later there may be no room for a page in the middle.
-            self._io.fallocate(fd, _SIZE)
-            self._write_at(fd, 0, _file_header())
-            self._write_at(fd, _COUNTS_AT, _COUNT.pack(0, -1) * COUNTS)
-            self._io.publish(self._place.temporary, LEDGER, self._place.root, LEDGER)
-        except FileExistsError:
-            self._io.close(fd)
-            self._io.unlink(self._place.temporary, LEDGER)
-            return self._io.open(self._place.root, LEDGER, os.O_RDWR)
-        except BaseException:
-            self._io.close(fd)
-            with contextlib.suppress(OSError):
-                self._io.unlink(self._place.temporary, LEDGER)
-            raise
-        return fd
+    # Its own place in the file.
 
     def _take_slot(self) -> None:
-        with Held(self, _TABLE_LOCK):
-            self._take_slot_locked()
-
-    def _take_slot_locked(self) -> None:
         writers = self._writers()
         free = np.flatnonzero(writers["used"] == 0).tolist()
         if not free:
@@ -435,149 +366,37 @@ class Ledger:
             self._write_claims()
 
     def _clear_slot(self, slot: int) -> None:
-        self._write(_CLAIMS_AT + slot * CLAIMS_MAX * 8, bytes(CLAIMS_MAX * 8))
-        self._write(_WRITERS_AT + slot * _WRITER.itemsize, bytes(_WRITER.itemsize))
+        self.file.write(CLAIMS_AT + slot * CLAIMS_MAX * 8, bytes(CLAIMS_MAX * 8))
+        self.file.write(WRITERS_AT + slot * WRITER.itemsize, bytes(WRITER.itemsize))
 
     def _write_slot(self, *, clear: bool = False) -> None:
         if self._slot < 0:
             return
-        data = bytes(_WRITER.itemsize)
+        data = bytes(WRITER.itemsize)
         if not clear:
             writer = self._writer
-            data = _PLACE.pack(
+            data = WRITER_PLACE.pack(
                 *(writer.host, writer.pid, 1, writer.start_time, writer.nonce),
                 *(self._own_bytes(), time.time_ns(), bytes(16)),
             )
-        self._write(_WRITERS_AT + self._slot * _WRITER.itemsize, data)
+        self.file.write(WRITERS_AT + self._slot * WRITER.itemsize, data)
 
     def _writers(self) -> npt.NDArray[np.void]:
-        return np.frombuffer(self.read(_WRITERS_AT, WRITERS_MAX * _WRITER.itemsize), _WRITER)
+        return np.frombuffer(self.file.read(WRITERS_AT, WRITERS_MAX * WRITER.itemsize), WRITER)
 
-    def read(self, offset: int, nbytes: int) -> bytearray:
-        data = bytearray(nbytes)
-        if self._io.preadv(self._fd, [data], offset) != nbytes:
-            raise OSError(errno.EIO, "the ledger is shorter than it must be", LEDGER)
-        return data
-
-    def write_counts(self, offset: int, data: bytes, more_bytes: int, more_blocks: int) -> None:
-        """Write counts that are held; what is known of the sum changes by so much."""
+    def write_counts(
+        self, offset: int, data: bytes, more_bytes: int, more_blocks: int, released_bytes: int
+    ) -> None:
+        """Write counts that are held. What is known of the sum changes with it, at one moment for
+        this process's threads: nobody is refused for a block that is counted twice."""
         with self._state:
-            self._write(offset, data)
-            old = self.cached
-            self.cached = old._replace(
-                bytes=old.bytes + more_bytes, blocks=old.blocks + more_blocks
-            )
-
-    def _write(self, offset: int, data: bytes) -> None:
-        self._write_at(self._fd, offset, data)
-
-    def _write_at(self, fd: int, offset: int, data: bytes) -> None:
-        if self._io.pwritev(fd, [data], offset) != len(data):
-            raise OSError(errno.EIO, "the ledger was written in part only", LEDGER)
-
-    def hold(self, offset: int) -> None:
-        """Lock one byte of the file. Raises OSError, also where another holds it for long."""
-        mutex = self._mutexes[offset]
-        mutex.acquire()
-        try:
-            if self._io.lock(self._fd, offset, exclusive=True):
-                return
-            deadline_s = time.monotonic() + LOCK_TIMEOUT_S
-            pause_s = 0.0001
-            while not self._io.lock(self._fd, offset, exclusive=True):
-                if time.monotonic() > deadline_s:
-                    text = f"another process holds lock {offset} of the ledger"
-                    raise OSError(errno.ETIMEDOUT, text, LEDGER)
-                time.sleep(pause_s)
-                pause_s = min(pause_s * 2, 0.01)
-        except BaseException:
-            mutex.release()
-            raise
-
-    def let_go(self, offset: int) -> None:
-        try:
-            self._io.lock(self._fd, offset, exclusive=False)
-        except OSError:
-            pass  # It ends with the descriptor; a lock of ours never keeps ourselves out.
-        finally:
-            self._mutexes[offset].release()
-
-
-class Held:
-    """A lock of a ledger, in a `with` statement."""
-
-    __slots__ = ("_ledger", "_offset")
-
-    def __init__(self, ledger: Ledger, offset: int) -> None:
-        self._ledger = ledger
-        self._offset = offset
-
-    def __enter__(self) -> None:
-        self._ledger.hold(self._offset)
-
-    def __exit__(self, *_: object) -> None:
-        self._ledger.let_go(self._offset)
-
-
-class Counting:
-    """The counts while they are held. What changed is written when they are let go.
-
-    That raises OSError if it fails; what was added then is not in the ledger.
-    """
-
-    __slots__ = ("_data", "_first", "_held", "_last", "_ledger", "_more_blocks", "_more_bytes")
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._held = Held(ledger, _COUNTS_LOCK)
-        self._data = bytearray()
-        self._first, self._last = COUNTS, -1
-        self._more_bytes = self._more_blocks = 0
-
-    def __enter__(self) -> Counting:
-        self._held.__enter__()
-        try:
-            self._data = self._ledger.read(_COUNTS_AT, COUNTS * _COUNT.size)
-        except BaseException:
-            self._held.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            if self._last >= 0:
-                part = slice(self._first * _COUNT.size, (self._last + 1) * _COUNT.size)
-                self._ledger.write_counts(
-                    _COUNTS_AT + part.start,
-                    bytes(self._data[part]),
-                    self._more_bytes,
-                    self._more_blocks,
-                )
-        finally:
-            self._held.__exit__()
-
-    def get(self, shard: int) -> tuple[int, int]:
-        """Bytes and blocks; -1 blocks: not counted yet."""
-        nbytes, blocks = _COUNT.unpack_from(self._data, shard * _COUNT.size)
-        return nbytes, blocks
-
-    def add(self, shard: int, nbytes: int, blocks: int) -> None:
-        old_bytes, old_blocks = self.get(shard)
-        # What was never counted will be.
-        if old_blocks >= 0:
-            self.set(shard, max(0, old_bytes + nbytes), max(0, old_blocks + blocks))
-
-    def set(self, shard: int, nbytes: int, blocks: int) -> None:
-        old_bytes, old_blocks = self.get(shard)
-        _COUNT.pack_into(self._data, shard * _COUNT.size, nbytes, blocks)
-        self._first, self._last = min(self._first, shard), max(self._last, shard)
-        self._more_bytes += nbytes - old_bytes
-        if shard != QUARANTINE_SHARD:
-            self._more_blocks += blocks - max(0, old_blocks)
-
-
-def _file_header() -> bytes:
-    return _MAGIC + _VERSION.to_bytes(4, "little") + bytes(4)
+            self.file.write(offset, data)
+            self._in_use_bytes -= released_bytes
+            self._known_bytes += more_bytes
+            self._known_blocks += more_blocks
+            if released_bytes and not self._lease_bytes:
+                with contextlib.suppress(OSError):
+                    self._write_slot()
 
 
 def _writer_of(found: np.void) -> Writer:

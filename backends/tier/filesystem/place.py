@@ -32,6 +32,11 @@ class Place:
         self._opening = threading.Lock()
 
     @property
+    def is_readable(self) -> bool:
+        """Whether the path is open; a full or read-only one may be no more than that."""
+        return self._root >= 0
+
+    @property
     def is_open(self) -> bool:
         return self._temporary >= 0
 
@@ -78,8 +83,7 @@ class Place:
         """May be called again."""
         for fd in (self._temporary, self._root):
             if fd >= 0:
-                with contextlib.suppress(OSError):
-                    self.io.close(fd)
+                self.io.close(fd)
         self._root = self._temporary = -1
 
     @contextlib.contextmanager
@@ -118,7 +122,7 @@ class Place:
             try:
                 self.io.write_all(fd, data)
             finally:
-                self.io.close(fd)
+                self.io.finish(fd)
             with self.directory(directory) as target:
                 self.io.replace(temporary, new, target, name)
         except BaseException:
@@ -139,6 +143,8 @@ class Place:
         try:
             with self.directory(f"{naming.WRITERS}/{writer.name}") as own:
                 for entry in self.io.scandir(own, "."):
+                    if entry.is_directory:
+                        continue
                     with contextlib.suppress(FileNotFoundError):
                         self.io.unlink(own, entry.name)
                         removed += 1
@@ -146,6 +152,10 @@ class Place:
                 self.io.rmdir(writers, writer.name)
         except FileNotFoundError:
             pass  # Another process sweeps too.
+        except OSError as error:
+            # Somebody else's directory in it is not ours to remove, and takes nobody's room.
+            if error.errno != errno.ENOTEMPTY:
+                raise
         return removed
 
     def _checked(self, fd: int) -> int:

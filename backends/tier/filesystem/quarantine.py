@@ -7,25 +7,31 @@ import os
 import stat
 import time
 
-from backends.tier.filesystem.ledger import QUARANTINE_SHARD, Counting, Ledger
+from backends.tier.filesystem.counting import Counting
+from backends.tier.filesystem.ledger import Ledger
+from backends.tier.filesystem.ledgerfile import QUARANTINE_SHARD
 from backends.tier.filesystem.naming import QUARANTINE
 from backends.tier.filesystem.place import Place
 
 
 class Quarantine:
-    """Of one path. What is in it counts against the capacity. Methods raise OSError."""
+    """Of one path. What is in it counts against the capacity. Methods raise OSError.
+
+    `moved` counts the files that came into it through this process, by a load or by a store.
+    """
 
     def __init__(self, place: Place, ledger: Ledger, limit_bytes: int) -> None:
         self._place = place
         self._ledger = ledger
         self._limit_bytes = limit_bytes
+        self.moved = 0
 
     def put(
         self, leaf: str, name: str, shard: int, counted_bytes: int, seen: os.stat_result | None
     ) -> bool:
         """Move a file here, if it is still the one that was `seen`; whether it was moved.
 
-        `counted_bytes` is what its shard counts for it.
+        `counted_bytes` is what its shard counts for a block.
         """
         io = self._place.io
         try:
@@ -38,8 +44,17 @@ class Quarantine:
                 if seen is not None and (now.st_dev, now.st_ino) != (seen.st_dev, seen.st_ino):
                     return False
                 io.replace(directory, name, quarantine, f"{time.time_ns()}_{name}")
-                counts.add(shard, -counted_bytes, -1)
-                self._trim(quarantine, counts)
+                self.moved += 1
+                # It was counted as what it is, or as a block: it is taken off as the smaller.
+                nbytes = min(_size(now), counted_bytes)
+                counts.add(shard, -nbytes, -1 if nbytes else 0)
+                if nbytes != counted_bytes:
+                    self._ledger.doubt([shard])
+                counts.add(QUARANTINE_SHARD, _size(now), 1)
+                try:
+                    self._trim(quarantine, counts)
+                except OSError:
+                    self._ledger.doubt([QUARANTINE_SHARD])
         except FileNotFoundError:
             return False
         return True
@@ -57,13 +72,17 @@ class Quarantine:
         # Names begin with the time of their arrival.
         for name in sorted((entry.name for entry in io.scandir(quarantine, ".")), reverse=True):
             found = io.stat(quarantine, name)
-            size = found.st_size if stat.S_ISREG(found.st_mode) else 0
-            if kept_bytes + size <= self._limit_bytes:
-                kept_bytes, kept = kept_bytes + size, kept + 1
-                continue
-            with contextlib.suppress(OSError):
-                if stat.S_ISDIR(found.st_mode):
-                    io.rmdir(quarantine, name)
-                else:
-                    io.unlink(quarantine, name)
+            if kept_bytes + _size(found) > self._limit_bytes:
+                # What cannot be deleted goes on counting.
+                with contextlib.suppress(OSError):
+                    if stat.S_ISDIR(found.st_mode):
+                        io.rmdir(quarantine, name)
+                    else:
+                        io.unlink(quarantine, name)
+                    continue
+            kept_bytes, kept = kept_bytes + _size(found), kept + 1
         counts.set(QUARANTINE_SHARD, kept_bytes, kept)
+
+
+def _size(found: os.stat_result) -> int:
+    return found.st_size if stat.S_ISREG(found.st_mode) else 0

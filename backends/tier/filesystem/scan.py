@@ -15,10 +15,10 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from backends.tier.filesystem import naming
-from backends.tier.filesystem.index import Index
 from backends.tier.filesystem.io import DIRECTORY
-from backends.tier.filesystem.spaces import Namespaces
 from backends.tier.filesystem.volume import Volume
+from backends.tier.index import Index
+from backends.tier.spaces import Namespaces
 
 _PAUSE_S: Final = 0.001
 
@@ -60,21 +60,26 @@ class Scanner:
             except OSError as error:
                 failed = error
             # As long again: a scan leaves the counts, and the interpreter, to others.
-            time.sleep(max(_PAUSE_S, time.monotonic() - began_s))
+            if (took_s := time.monotonic() - began_s) > _PAUSE_S:
+                time.sleep(took_s)
         if failed is not None and not self._volume.ledger.totals().counted:
             raise failed
         return failed is None
 
-    def count(self, shard: int, names: list[str] | None = None) -> None:
-        """Enter one shard into the index and make the ledger agree with it. Raises OSError."""
+    def count(self, shard: int, names: list[str] | None = None, *, exactly: bool = False) -> None:
+        """Enter one shard into the index and make the ledger agree with it. Raises OSError.
+
+        `exactly`: hold the counts all the while, so that what follows can rely on them.
+        """
         if names is None:
             names = self._namespace_names()
         ledger = self._volume.ledger
         before = ledger.counts()[shard]
-        found = self._walk(shard, names)
-        # Nobody has changed the shard meanwhile, and it is as the ledger says: no need to hold it.
-        if np.array_equal(before, found) and np.array_equal(ledger.counts()[shard], before):
-            return
+        if not exactly:
+            found = self._walk(shard, names)
+            # As the ledger says, and nobody has changed it meanwhile: no need to hold it.
+            if np.array_equal(before, found) and np.array_equal(ledger.counts()[shard], before):
+                return
         with ledger.counting() as counts:
             found = self._walk(shard, names)
             counts.set(shard, found.bytes, found.blocks)

@@ -23,8 +23,8 @@ class FilesystemSettings:
     durability: `none` leaves flushing to the kernel; `data` flushes a block before it gets its
         name; `full` also flushes the directories, so that the name survives a power cut.
     threads: I/O threads of each path: the number of blocks in flight there.
-    queue_blocks, queue_bytes: stores that may wait or be under way; more are SHED at once. As many
-        loads may wait; more FAIL at once.
+    queue_blocks, queue_bytes: stores that may wait or be under way; more are SHED at once.
+        `queue_blocks` loads may be so beside them, and more are SHED likewise.
     placement: `shared` lets all replicas use each other's blocks; `per_replica` isolates them.
     affinity: data_parallel_rank_local → the path that this replica stores to first.
     direct: O_DIRECT where a path takes it (`auto`), required (`on`), or never (`off`).

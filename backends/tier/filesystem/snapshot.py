@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from backends.block import HASH_BYTES_MAX
-from backends.tier.filesystem.index import Columns
+from backends.tier.index import Columns
 
 _MAGIC: Final = b"KVQINDEX"
 _VERSION: Final = 1

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import threading
 import time
 from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar, Final
 
-from backends import block
 from backends.block import BlockKey
 from backends.errors import TierError
 from backends.tier.base import (
-    Bytes,
     Capabilities,
     Job,
     JobResult,
@@ -24,48 +20,49 @@ from backends.tier.base import (
     TierContext,
     Usage,
 )
+from backends.tier.counters import Counters
 from backends.tier.filesystem import naming
-from backends.tier.filesystem.blockfiles import (
-    BlockFormat,
-    BlockWrong,
-    NoRoom,
-    Room,
-    Unpublished,
-)
+from backends.tier.filesystem.claims import Claims
 from backends.tier.filesystem.commits import GroupCommit
-from backends.tier.filesystem.counters import Counters
 from backends.tier.filesystem.evict import Evictor
-from backends.tier.filesystem.index import Index
-from backends.tier.filesystem.io import Io, OsIo
-from backends.tier.filesystem.jobs import Jobs, Task
+from backends.tier.filesystem.form import BlockFormat
+from backends.tier.filesystem.io import Io, OsIo, words
 from backends.tier.filesystem.keeper import Keeper
 from backends.tier.filesystem.lane import Lane
+from backends.tier.filesystem.loading import Loading
 from backends.tier.filesystem.naming import Namespace
-from backends.tier.filesystem.pool import Pool
-from backends.tier.filesystem.probes import Prober, Probes
+from backends.tier.filesystem.prober import Prober
+from backends.tier.filesystem.refusals import Refusals
 from backends.tier.filesystem.scan import Scanner
 from backends.tier.filesystem.settings import FilesystemSettings
-from backends.tier.filesystem.spaces import Namespaces
-from backends.tier.filesystem.turns import Turns
+from backends.tier.filesystem.storing import Storing
 from backends.tier.filesystem.volume import Volume
 from backends.tier.filesystem.writer import this_writer
+from backends.tier.index import Index
+from backends.tier.jobs import Jobs, Task
+from backends.tier.pool import Pool
+from backends.tier.probes import Probes
+from backends.tier.spaces import Namespaces
+from backends.tier.turns import Turns
 
-# This process's lack of something, not the path's or the block's fault.
-_OURS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-_ABSENT: Final = (errno.ENOENT, errno.ENOTDIR)
 # A lookup is PENDING for so long at most, whatever hangs below.
 _PENDING_S: Final = 5.0
-_UNUSABLE_MAX: Final = 65536
-_SKIPPED: Final = {"dedup_skips": 1}
+COUNTS: Final = (
+    "stored_bytes",
+    "loaded_bytes",
+    "loaded",
+    "stored",
+    "evicted",
+    "evicted_bytes",
+    "evicted_never_read",
+    "dedup_skips",
+    "probes",
+    "swept",
+    "lookups",
+    "hits",
+    "written_never_read",
+)
 _CLOSED = "the tier was closed"
-
-
-class _Elsewhere(Exception):
-    """A store is for another path."""
-
-    def __init__(self, lane: Lane) -> None:
-        super().__init__()
-        self.lane = lane
 
 
 class FilesystemTier(Tier):
@@ -83,19 +80,18 @@ class FilesystemTier(Tier):
         self._settings = settings
         self._io = io or OsIo()
         self._row_bytes = context.rows.row_bytes
-        self._written = {"stored": 1, "stored_bytes": self._row_bytes, "written_never_read": 1}
         parallel = context.parallel
         isolated = settings.placement == "per_replica"
         replica = parallel.data_parallel_index if isolated else None
         self._namespace = Namespace(naming.namespace_name(context.fingerprint, replica))
         self._replicas = 1 if isolated else parallel.data_parallel_size
         self._private = isolated
-        self._counters = Counters()
+        self._counters = Counters(COUNTS)
         self._index = Index()
         self._namespaces = Namespaces(self._namespace)
         self._jobs = Jobs(context.rows)
         self._probes = Probes(settings.probe_interval_s, _PENDING_S)
-        self._unusable: dict[int, float] = {}
+        self._refusals = Refusals()
         self._clock_ns = 0
         self._oldest_ns: tuple[float, int | None] = (0.0, None)
         self._closing = threading.Lock()
@@ -105,8 +101,14 @@ class FilesystemTier(Tier):
         local = parallel.data_parallel_rank_local
         preferred = None if local is None else settings.affinity.get(local)
         self._preferred = None if preferred is None else settings.paths.index(preferred)
+        parts = (self._row_bytes, self._jobs, self._index, self._probes, self._refusals)
+        self._storing = Storing(context.fingerprint, *parts, self._counters, self._order)
+        self._loading = Loading(settings, *parts, self._counters, self._order)
         volumes = self._open_volumes()
-        self._lanes = [self._make_lane(volume) for volume in volumes]
+        claims = Claims([volume.ledger for volume in volumes], self._home)
+        self._lanes = [self._make_lane(volume, claims) for volume in volumes]
+        self._storing.begin(self._lanes)
+        self._loading.begin(self._lanes)
         self._probes.probers = [lane.prober for lane in self._lanes]
         for lane in self._lanes:
             lane.keeper.start()
@@ -146,7 +148,7 @@ class FilesystemTier(Tier):
                 self._lanes[number].load(queue)
                 continue
             for task in queue:
-                self._jobs.end(task, Outcome.FAILED, why_not)
+                self._jobs.end(task, Outcome.SHED, why_not)
 
     def poll(self) -> Sequence[JobResult]:
         return self._jobs.poll()
@@ -157,7 +159,7 @@ class FilesystemTier(Tier):
             self._index.use(self._namespace.block_id(key), used_ns - i)
 
     def usage(self) -> Usage:
-        totals = [lane.volume.ledger.cached for lane in self._lanes if lane.volume.place.is_open]
+        totals = [lane.volume.ledger.cached for lane in self._lanes if lane.volume.is_open]
         blocks = sum(total.blocks for total in totals)
         oldest_ns = self._oldest() if blocks else None
         return Usage(
@@ -175,6 +177,7 @@ class FilesystemTier(Tier):
             "missing": outcomes[Outcome.MISSING],
             "late": outcomes[Outcome.LATE],
             "failed": outcomes[Outcome.FAILED],
+            "quarantined": sum(lane.volume.quarantine.moved for lane in self._lanes),
         }
 
     def drain(self, timeout_s: float) -> bool:
@@ -190,9 +193,8 @@ class FilesystemTier(Tier):
             for lane in self._lanes:
                 # A path whose call does not come back keeps what that call may be using.
                 if lane.stop(end_s):
-                    if lane.volume.place.is_open and lane.keeper.restored.is_set():
-                        with contextlib.suppress(OSError):
-                            lane.keeper.save()
+                    if lane.volume.is_open and lane.keeper.restored.is_set():
+                        lane.keeper.save()
                     lane.volume.close()
 
     def wait_until_known(self, timeout_s: float, *, scanned: bool = False) -> bool:
@@ -216,7 +218,7 @@ class FilesystemTier(Tier):
 
     def _lookup(self, key: BlockKey, used_ns: int, usable: list[bool]) -> Lookup:
         block_id = self._namespace.block_id(key)
-        if self._unusable and self._is_unusable(block_id):
+        if block_id in self._refusals:
             return Lookup.MISS
         volume = self._index.use(block_id, used_ns)
         if volume is not None:
@@ -258,6 +260,10 @@ class FilesystemTier(Tier):
                 order = [first, *(number for number in order if number != first)]
         return order
 
+    def _home(self, block_id: int) -> int:
+        """The path that is a block's first one for every replica."""
+        return naming.path_order(block_id, self._seeds)[0] if len(self._seeds) > 1 else 0
+
     def _used_ns(self, count: int) -> int:
         """A time that is later than any given before, with room for `count` keys before it."""
         self._clock_ns = max(time.time_ns(), self._clock_ns + count + 1)
@@ -271,241 +277,17 @@ class FilesystemTier(Tier):
             self._oldest_ns = (now_s, oldest_ns)
         return oldest_ns
 
-    def _is_unusable(self, block_id: int) -> bool:
-        until_s = self._unusable.get(block_id)
-        if until_s is None:
-            return False
-        if time.monotonic() < until_s:
-            return True
-        self._unusable.pop(block_id, None)
-        return False
-
     # What the lanes' threads do.
 
     def _run(self, lane: Lane, task: Task) -> None:
         if not self._jobs.begin(task):
             if not task.state.is_load:
-                self._go_on(lane, task, Outcome.LATE)
+                self._storing.go_on(lane, task, Outcome.LATE)
             return
         if task.state.is_load:
-            self._load(lane, task)
+            self._loading.load(lane, task)
         else:
-            self._store(lane, task)
-
-    def _store(self, lane: Lane, task: Task) -> None:
-        """Write a block to a file. It gets its name together with others, in `_publish`."""
-        try:
-            row = self._jobs.row(task)
-            wrong = block.check_row(row, task.key, self._context.fingerprint)
-            if wrong:
-                self._end_store(lane, task, Outcome.FAILED, f"its row {wrong}")
-                return
-            file = self._write(lane, task, row)
-        except _Elsewhere as elsewhere:
-            self._send_on(lane, task, elsewhere.lane)
-        except Exception as error:
-            self._store_failed(lane, task, error)
-        else:
-            if file is None:
-                self._stored(lane, task, 0)
-            else:
-                lane.commits.add((task, file))
-
-    def _write(self, lane: Lane, task: Task, row: Bytes) -> Unpublished | None:
-        """A file that has no name yet; None where the block is there already."""
-        volume = lane.volume
-
-        def make_room(short_bytes: int) -> Room:
-            if len(self._lanes) > 1 and not task.moved:
-                self._look_elsewhere(lane, task)
-            return lane.evictor.make_room(short_bytes, task.used_ns, spare=True)
-
-        def write() -> Unpublished | None:
-            # Others are not looked for: what is there already cannot be given the same name.
-            likely = task.seen_elsewhere or task.block_id in self._index
-            if likely and volume.blocks.settle(task.key, task.block_id):
-                return None
-            return volume.blocks.write(task.key, task.block_id, row, task.used_ns, make_room)
-
-        try:
-            return write()
-        except FileNotFoundError:
-            if not volume.place.needs_opening():
-                raise
-            volume.open(make=False)
-            return write()
-
-    def _publish(self, lane: Lane, batch: list[tuple[Task, Unpublished]]) -> None:
-        try:
-            results = lane.volume.blocks.publish([file for _, file in batch])
-        # One batch's trouble, of whatever kind, is its outcome and never ends the thread.
-        except Exception as error:
-            for task, _ in batch:
-                self._store_failed(lane, task, error)
-            return
-        for (task, _), wrong in zip(batch, results, strict=True):
-            if wrong is None:
-                self._stored(lane, task, self._row_bytes)
-            elif isinstance(wrong, FileExistsError):
-                self._lost_race(lane, task)
-            else:
-                self._store_failed(lane, task, wrong)
-
-    def _lost_race(self, lane: Lane, task: Task) -> None:
-        """Another writer was first; if what it wrote is wrong, it is out of the way now."""
-        try:
-            there = lane.volume.blocks.settle(task.key, task.block_id)
-        except OSError as error:
-            self._store_failed(lane, task, error)
-            return
-        if there:
-            self._stored(lane, task, 0)
-        else:
-            self._jobs.put_back(task)
-            lane.pool.add([task], loads=False)
-
-    def _stored(self, lane: Lane, task: Task, moved_bytes: int) -> None:
-        lane.volume.stores.succeeded(task.began_s)
-        self._counters.add_all(self._written if moved_bytes else _SKIPPED)
-        self._index.add(
-            *(task.block_id, task.key, 0, lane.volume.number, task.used_ns),
-            written=moved_bytes > 0,
-            shown=moved_bytes > 0,
-        )
-        self._probes.present(task.block_id)
-        self._unusable.pop(task.block_id, None)
-        self._end_store(lane, task, Outcome.DONE, "", moved_bytes)
-        if lane.volume.ledger.cached.bytes > lane.high_bytes:
-            lane.keeper.kick()
-
-    def _store_failed(self, lane: Lane, task: Task, error: Exception) -> None:
-        """One key's trouble is its outcome; a path's trouble is the path's too."""
-        volume = lane.volume
-        if isinstance(error, NoRoom):
-            self._end_store(lane, task, Outcome.SHED, str(error))
-            return
-        if not isinstance(error, OSError):
-            self._end_store(lane, task, Outcome.FAILED, f"{type(error).__name__}: {error}")
-            return
-        volume.stores.failed(task.began_s, _words(error))
-        task.tried = (*task.tried, volume.number)
-        other = next((n for n in self._order(task.block_id) if self._may_take(n, task)), None)
-        if other is not None:
-            self._send_on(lane, task, self._lanes[other])
-        else:
-            self._end_store(lane, task, Outcome.SHED, f"{volume.path}: {_words(error)}")
-
-    def _end_store(
-        self, lane: Lane, task: Task, outcome: Outcome, reason: str, moved_bytes: int = 0
-    ) -> None:
-        self._go_on(lane, task, outcome)
-        self._jobs.end(task, outcome, reason, moved_bytes)
-
-    def _look_elsewhere(self, lane: Lane, task: Task) -> None:
-        """A path is full. Raises _Elsewhere if another has room, or has the oldest block of all.
-
-        So the parts of the capacity are one capacity: all of it is used, and what goes is what was
-        used least recently wherever it stands.
-        """
-        oldest_ns, oldest = lane.evictor.oldest_ns() or task.used_ns, lane
-        for number in self._order(task.block_id):
-            other = self._lanes[number]
-            if other is lane or not self._may_take(number, task):
-                continue
-            if other.volume.has_room(self._row_bytes):
-                raise _Elsewhere(other)
-            other_ns = other.evictor.oldest_ns()
-            if other_ns is not None and other_ns < oldest_ns:
-                oldest_ns, oldest = other_ns, other
-        if oldest is not lane:
-            raise _Elsewhere(oldest)
-
-    def _may_take(self, number: int, task: Task) -> bool:
-        return number not in task.tried and self._lanes[number].why_not(loads=False) is None
-
-    def _send_on(self, lane: Lane, task: Task, other: Lane) -> None:
-        task.moved = True
-        self._jobs.put_back(task)
-        other.store([task, *lane.turns.ended(task)])
-
-    def _go_on(self, lane: Lane, task: Task, outcome: Outcome) -> None:
-        """Stores of the same key have waited for this one."""
-        followers = lane.turns.ended(task)
-        if outcome is not Outcome.DONE:
-            lane.store(followers)
-            return
-        for follower in followers:
-            if not self._jobs.begin(follower):
-                continue
-            wrong = block.check_row(
-                self._jobs.row(follower), follower.key, self._context.fingerprint
-            )
-            if wrong:
-                self._jobs.end(follower, Outcome.FAILED, f"its row {wrong}")
-            else:
-                self._counters.add("dedup_skips")
-                self._jobs.end(follower, Outcome.DONE)
-
-    def _load(self, lane: Lane, task: Task) -> None:
-        try:
-            outcome, reason = self._read(lane, task)
-        # One key's trouble, of whatever kind, is its outcome and never ends the thread.
-        except Exception as error:
-            outcome, reason = Outcome.FAILED, f"{type(error).__name__}: {error}"
-        moved_bytes = self._row_bytes if outcome is Outcome.DONE else 0
-        if moved_bytes and not task.is_late():
-            self._counters.add_all({"loaded": 1, "loaded_bytes": moved_bytes})
-        self._jobs.end(task, outcome, reason, moved_bytes)
-
-    def _read(self, lane: Lane, task: Task) -> tuple[Outcome, str]:
-        """Read a block where it should be, else wherever it may be."""
-        others = [n for n in self._order(task.block_id) if n != lane.volume.number]
-        lanes = [lane, *(self._lanes[n] for n in others)]
-        row = self._jobs.row(task)
-        for at in lanes:
-            volume = at.volume
-            if at is not lane and at.why_not(loads=True) is not None:
-                continue
-            began_s = time.monotonic()
-            before_ns = task.used_ns - int(self._settings.touch_interval_s * 1e9)
-            try:
-                shown_ns = volume.blocks.load(task.key, task.block_id, row, task.used_ns, before_ns)
-            except BlockWrong as error:
-                self._forget(task, volume)
-                self._refuse(task.block_id, self._settings.probe_interval_s)
-                self._counters.add("quarantined")
-                return Outcome.CORRUPT, f"{volume.path}: what stood there {error}"
-            except OSError as error:
-                if error.errno in _ABSENT:
-                    self._index.remove(task.block_id, volume.number)
-                    continue
-                if error.errno not in _OURS:
-                    volume.loads.failed(began_s, _words(error))
-                    self._refuse(task.block_id, self._settings.retry_most_s)
-                return Outcome.FAILED, f"{volume.path}: {_words(error)}"
-            volume.loads.succeeded(began_s)
-            self._note_loaded(task, volume, shown_ns)
-            return Outcome.DONE, ""
-        self._probes.absent(task.block_id)
-        return Outcome.MISSING, "it is not there, or not any more"
-
-    def _note_loaded(self, task: Task, volume: Volume, shown_ns: int) -> None:
-        if task.block_id not in self._index:
-            self._index.add(task.block_id, task.key, 0, volume.number, task.used_ns)
-        if self._index.loaded(task.block_id, shown_ns):
-            self._counters.add("written_never_read", -1)
-        if self._unusable:
-            self._unusable.pop(task.block_id, None)
-
-    def _forget(self, task: Task, volume: Volume) -> None:
-        self._index.remove(task.block_id, volume.number)
-        self._probes.absent(task.block_id)
-
-    def _refuse(self, block_id: int, for_s: float) -> None:
-        """Lookups of this block MISS for a while, whatever probes say."""
-        if len(self._unusable) >= _UNUSABLE_MAX:
-            self._unusable.clear()
-        self._unusable[block_id] = time.monotonic() + for_s
+            self._storing.store(lane, task)
 
     def _probed(self, number: int, block_id: int, key: BlockKey, there: bool) -> None:
         self._counters.add("probes")
@@ -539,19 +321,20 @@ class FilesystemTier(Tier):
             try:
                 volume.open(make=True)
             except OSError as error:
-                problems.append(f"{path}: {_words(error)}")
-                volume.stores.failed(began_s, _words(error))
+                problems.append(f"{path}: {words(error)}")
+                volume.stores.failed(began_s, words(error))
             except TierError:
                 for opened in volumes:
                     opened.close()
                 raise
-        if len(problems) == len(volumes):
+        # One that can be read but not written to, for now, is opened by its keeper when it can.
+        if not any(volume.place.is_readable for volume in volumes):
             for opened in volumes:
                 opened.close()
             raise TierError(f"no path can be used: {'; '.join(problems)}; mend or change paths")
         return volumes
 
-    def _make_lane(self, volume: Volume) -> Lane:
+    def _make_lane(self, volume: Volume, claims: Claims) -> Lane:
         settings, number = self._settings, volume.number
         evictor = Evictor(
             volume,
@@ -571,7 +354,7 @@ class FilesystemTier(Tier):
             evictor=evictor,
             pool=pool,
             turns=Turns(
-                volume,
+                *(f"kvquay-fs-turns-{number}", claims),
                 replica=self._context.parallel.data_parallel_index,
                 replicas=self._replicas,
                 stagger_s=settings.stagger_s,
@@ -596,12 +379,8 @@ class FilesystemTier(Tier):
                 ),
                 counted=lambda: lane.turns.wake(),
             ),
-            commits=GroupCommit(lambda batch: self._publish(lane, batch)),
+            commits=GroupCommit(lambda batch: self._storing.publish(lane, batch)),
             high_bytes=int(settings.high_watermark * volume.quota_bytes),
             stuck_s=settings.stuck_s,
         )
         return lane
-
-
-def _words(error: OSError) -> str:
-    return f"{error.strerror or error} ({errno.errorcode.get(error.errno or 0, 'no errno')})"

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import time
 from typing import Final
 
 from backends.errors import TierError
 from backends.tier.filesystem import naming
-from backends.tier.filesystem.blockfiles import BlockFiles, BlockFormat
-from backends.tier.filesystem.health import Breaker
+from backends.tier.filesystem.blockfiles import BlockFiles
+from backends.tier.filesystem.form import BlockFormat
 from backends.tier.filesystem.io import Io
+from backends.tier.filesystem.leaves import Leaves
 from backends.tier.filesystem.ledger import Ledger, Totals
 from backends.tier.filesystem.manifest import write_manifest
 from backends.tier.filesystem.place import Place
 from backends.tier.filesystem.probe import probe_direct
 from backends.tier.filesystem.quarantine import Quarantine
+from backends.tier.filesystem.removal import Remover
+from backends.tier.filesystem.room import NotCounted, Space
 from backends.tier.filesystem.settings import FilesystemSettings
 from backends.tier.filesystem.spares import Spares
 from backends.tier.filesystem.writer import Writer, parse_writer
+from backends.tier.health import Breaker
 
 _LOAD_FAILURES: Final = 3
 # Spare files, and the part of the capacity that they may take.
@@ -51,9 +54,14 @@ class Volume:
         quarantine_bytes = settings.quarantine_limit_bytes // len(settings.paths)
         self.quarantine = Quarantine(self.place, self.ledger, quarantine_bytes)
         spares = Spares(min(_SPARES, self.quota_bytes // form.row_bytes // _SPARES_SHARE))
+        self.space = Space(self.place, self.ledger, form.row_bytes, self.limit_bytes, spares)
+        self._leaves = Leaves(self.place, form.namespace.name)
         self.blocks = BlockFiles(
-            self.place, self.ledger, self.quarantine, form, self.limit_bytes, spares
+            self.place, self.ledger, self.quarantine, form, self._leaves, self.space
         )
+        self.remover = Remover(self.place, self.ledger, self._leaves, spares, form)
+        self.is_open = False
+        """Whether all that stores need has been found or made here."""
         self._settings = settings
         self._form = form
         self._manifest = manifest
@@ -75,15 +83,22 @@ class Volume:
                 "auto, or use another disk"
             )
         self.blocks.direct = direct
+        self.is_open = True
+
+    def needs_opening(self) -> bool:
+        """Whether it was never opened to the end, or what was opened has been removed."""
+        return not self.is_open or self.place.needs_opening()
 
     def close(self) -> None:
         """Take this writer's traces away. May be called again."""
-        # What is on the disk is counted until it is gone.
+        # What is on the disk is counted until it is gone; if need be, until this process ends.
+        is_gone = False
         if self.place.is_open:
             with contextlib.suppress(OSError):
                 self.place.empty_writer(self.place.writer)
-        self.ledger.close()
-        self.blocks.close()
+                is_gone = True
+        self.ledger.close(leave_place=is_gone)
+        self._leaves.close()
         self.place.close()
 
     def is_counted(self) -> bool:
@@ -94,12 +109,15 @@ class Volume:
         """Whether so much fits by what is known, without asking the disk."""
         totals = self.ledger.cached
         fits = totals.all_bytes + nbytes <= self.quota_bytes
-        return len(self.blocks.spares) > 0 or (totals.counted and fits)
+        return len(self.space.spares) > 0 or (totals.counted and fits)
 
     def limit_bytes(self, totals: Totals) -> int:
-        """The most that may be here: the quota, or less where the disk is full. Raises OSError."""
+        """The most that may be here: the quota, or less where the disk is full.
+
+        Raises OSError, and NotCounted.
+        """
         if not totals.counted:
-            raise OSError(errno.EAGAIN, "what is here has not been counted yet", self.path)
+            raise NotCounted(f"{self.path}: what is here could not be counted")
         disk = self.place.io.statvfs(self.place.root)
         free_bytes = disk.f_bavail * disk.f_frsize - self._settings.free_reserve_bytes
         return min(self.quota_bytes, totals.bytes + max(0, free_bytes))

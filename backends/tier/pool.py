@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from backends.tier.filesystem.jobs import Task
+from backends.tier.jobs import Task
 
 
 def store_threads_of(threads: int) -> int:
@@ -21,8 +21,15 @@ def store_threads_of(threads: int) -> int:
 class Pool:
     """`threads` threads that run tasks; at most `store_threads` of them store at a time."""
 
-    def __init__(self, name: str, threads: int, run: Callable[[Task], None]) -> None:
-        self.store_threads = store_threads_of(threads)
+    def __init__(
+        self,
+        name: str,
+        threads: int,
+        run: Callable[[Task], None],
+        store_threads: int | None = None,
+    ) -> None:
+        """`store_threads` None: `store_threads_of(threads)`."""
+        self.store_threads = store_threads or store_threads_of(threads)
         self._run = run
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
@@ -74,14 +81,16 @@ class Pool:
                 with self._lock:
                     del self._since_s[number]
                     self._storing -= storing
-                    if storing and self._stores:
-                        self._work.notify()
                 # A queue's row must not stay alive in a thread that waits for the next.
                 task = None
 
     def _next(self) -> tuple[Task | None, int]:
         while True:
             if self._loads:
+                # Whoever ends a store takes the next by itself: to wake another for each is most of
+                # what small blocks cost. Only here it is left to another.
+                if self._stores and self._storing < self.store_threads:
+                    self._work.notify()
                 return self._loads.popleft(), 0
             if self._stores and self._storing < self.store_threads:
                 return self._stores.popleft(), 1

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
 
 from backends.block import BlockKey
 from backends.tier.base import Lookup
-from backends.tier.filesystem.volume import Volume
 
 _WAITING_MAX: Final = 65536
 _ABSENT_MAX: Final = 262144
 
 
+class Asker(Protocol):
+    """What finds out, in a thread of its own, about keys it is given."""
+
+    @property
+    def useful(self) -> Callable[[], bool]:
+        """Whether to ask it at all now."""
+
+    def add(self, block_id: int, key: BlockKey) -> None: ...
+
+
 class Probes:
-    """Keys being asked of every path, and keys that were found to be on none."""
+    """Keys being asked of every storage, and keys that were found to be on none."""
 
     def __init__(self, age_s: float, patience_s: float) -> None:
         """An absence is believed for `age_s`. A probe that takes `patience_s` is a MISS for now."""
@@ -26,7 +34,7 @@ class Probes:
         self._lock = threading.Lock()
         self._asked: dict[int, tuple[float, int]] = {}
         self._absent: dict[int, float] = {}
-        self.probers: list[Prober] = []
+        self.probers: Sequence[Asker] = ()
 
     def ask(self, block_id: int, key: BlockKey) -> Lookup:
         """MISS or PENDING for a key that is not in the index. Waits for nothing."""
@@ -47,7 +55,7 @@ class Probes:
         return Lookup.PENDING
 
     def answered(self, block_id: int, found: bool) -> None:
-        """One path has answered."""
+        """One storage has answered."""
         with self._lock:
             asked = self._asked.get(block_id)
             if asked is None:
@@ -73,52 +81,3 @@ class Probes:
         if len(self._absent) >= _ABSENT_MAX:
             self._absent.clear()
         self._absent[block_id] = time.monotonic()
-
-
-class Prober:
-    """One path's thread that looks whether there is a file."""
-
-    def __init__(
-        self, volume: Volume, found: Callable[[int, BlockKey, bool], None],
-        useful: Callable[[], bool],
-    ) -> None:  # fmt: skip
-        """`found(id, key, there)` gets each answer; `useful` says whether to ask at all."""
-        self._volume = volume
-        self._found = found
-        self.useful = useful
-        self._queue: deque[tuple[int, BlockKey]] = deque()
-        self._work = threading.Condition()
-        self._stopped = False
-        name = f"kvquay-fs-probe-{volume.number}"
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self._thread.start()
-
-    def add(self, block_id: int, key: BlockKey) -> None:
-        with self._work:
-            self._queue.append((block_id, key))
-            self._work.notify()
-
-    def stop(self) -> None:
-        with self._work:
-            self._stopped = True
-            self._queue.clear()
-            self._work.notify()
-
-    def join(self, end_s: float) -> bool:
-        self._thread.join(max(0.0, end_s - time.monotonic()))
-        return not self._thread.is_alive()
-
-    def _serve(self) -> None:
-        while True:
-            with self._work:
-                while not self._queue and not self._stopped:
-                    self._work.wait()
-                if self._stopped:
-                    return
-                block_id, key = self._queue.popleft()
-            try:
-                there = self._volume.blocks.holds(key, block_id)
-            # The disk's fault shows in loads and stores; for now the key is not there.
-            except OSError:
-                there = False
-            self._found(block_id, key, there)

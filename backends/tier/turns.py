@@ -1,9 +1,10 @@
 """When a store gets its turn: once for each key here, and once for each key among the replicas.
 
 A key that is being stored already is not stored again; its second store waits for the first. Among
-replicas the first in the key's order writes at once. Every other one looks again after a while for
-each replica before it, and writes what nobody has written and nobody says that they are writing. So
-a block is written once, and also where the replica that was to write it has died.
+replicas the first in the key's order goes at once. Every other one looks again after a while for
+each replica before it. Where replicas can tell each other, whoever goes leaves alone what another
+one says that it is writing, says what it writes itself, and then writes what is not there yet. So a
+block is written once, whoever comes when, and also where the replica that was to write it has died.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Final
+from typing import Final, Protocol
 
-from backends.tier.filesystem.jobs import Task
-from backends.tier.filesystem.naming import writer_position
-from backends.tier.filesystem.volume import Volume
+from backends.tier.jobs import Task
+from backends.tier.naming import writer_position
 
 # A claim that lasts longer is a writer that is stuck: rather written twice than lost.
 _CLAIM_PATIENCE_S: Final = 10.0
@@ -27,12 +27,23 @@ _CLAIM_PATIENCE_S: Final = 10.0
 _DEADLINE_SHARE: Final = 0.5
 
 
+class Claims(Protocol):
+    """Where replicas tell each other what they are writing. Methods raise OSError."""
+
+    def claim(self, block_ids: Iterable[int], /) -> set[int]:
+        """Say that these are being written, but for those that another living replica says it is
+        writing, which are given. Of two that want a block at the same moment one gets it."""
+
+    def unclaim(self, block_ids: Iterable[int], /) -> None: ...
+
+
 class Turns:
-    """One path's thread that lets stores go to the I/O threads."""
+    """One storage's thread that lets stores go to the I/O threads."""
 
     def __init__(
         self,
-        volume: Volume,
+        name: str,
+        claims: Claims | None,
         *,
         replica: int,
         replicas: int,
@@ -40,8 +51,11 @@ class Turns:
         ready: Callable[[], bool],
         go: Callable[[list[Task]], None],
     ) -> None:
-        """`replicas` 1: nobody else stores here. `ready` says whether stores may begin at all."""
-        self._volume = volume
+        """`replicas` 1: nobody else stores here. `ready` says whether stores may begin at all.
+
+        `claims` None: the replicas cannot tell each other. `name` is the thread's.
+        """
+        self._claims = claims if replicas > 1 else None
         self._replica = replica
         self._replicas = replicas
         self._stagger_s = stagger_s
@@ -53,7 +67,6 @@ class Turns:
         self._numbers = itertools.count()
         self._active: dict[int, Task] = {}
         self._stopped = False
-        name = f"kvquay-fs-turns-{volume.number}"
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
@@ -62,15 +75,21 @@ class Turns:
             self._new.extend(tasks)
             self._work.notify()
 
+    def wait_until_ready(self, task: Task) -> None:
+        """A task that has had its turn could not begin after all."""
+        now_s = time.monotonic()
+        self._wait(task, 0.0, now_s, now_s)
+        self.wake()
+
     def ended(self, task: Task) -> list[Task]:
         """A task's store is over: the stores of the same key that waited for it."""
         with self._work:
             if self._active.get(task.block_id) is task:
                 del self._active[task.block_id]
             followers, task.followers = task.followers, []
-        if self._replicas > 1:
+        if self._claims is not None:
             with contextlib.suppress(OSError):
-                self._volume.ledger.unclaim([task.block_id])
+                self._claims.unclaim([task.block_id])
         return followers
 
     def wake(self) -> None:
@@ -100,8 +119,10 @@ class Turns:
                 while self._waiting and self._waiting[0][0] <= now_s:
                     _, _, since_s, task = heapq.heappop(self._waiting)
                     due.append((task, since_s))
-            first = self._place(new)
-            self._claim_and_go(first + self._look_again(due))
+            due += [(task, now_s) for task in self._place(new)]
+            tasks = [task for task, _ in due] if self._claims is None else self._claim(due)
+            if tasks:
+                self._go(tasks)
 
     def _has_work(self, now_s: float) -> bool:
         if not self._ready():
@@ -149,27 +170,22 @@ class Turns:
             entry = (now_s + pause_s, next(self._numbers), since_s, task)
             heapq.heappush(self._waiting, entry)
 
-    def _look_again(self, due: list[tuple[Task, float]]) -> list[Task]:
-        if not due:
-            return []
-        try:
-            claimed = self._volume.ledger.claimed_elsewhere()
-        except OSError:
-            claimed = set()
+    def _claim(self, due: list[tuple[Task, float]]) -> list[Task]:
+        """Tasks whose turn it is, if nobody else is writing their block: it will be there soon.
+
+        Each comes with the time since when it waits.
+        """
+        claimed: set[int] = set()
+        if self._claims is not None and due:
+            with contextlib.suppress(OSError):
+                claimed = self._claims.claim(task.block_id for task, _ in due)
         go, now_s = [], time.monotonic()
         for task, since_s in due:
-            patient = now_s - since_s < _CLAIM_PATIENCE_S
+            task.seen_elsewhere = True
+            patient = now_s - since_s < _CLAIM_PATIENCE_S and self._stagger_s > 0
             hasty = task.deadline_s is not None and task.deadline_s - now_s < 2 * self._stagger_s
             if task.block_id in claimed and patient and not hasty and not task.ended:
                 self._wait(task, self._stagger_s, now_s, since_s)
             else:
                 go.append(task)
         return go
-
-    def _claim_and_go(self, tasks: list[Task]) -> None:
-        if not tasks:
-            return
-        if self._replicas > 1:
-            with contextlib.suppress(OSError):
-                self._volume.ledger.claim(task.block_id for task in tasks)
-        self._go(tasks)

@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
-from typing import Final
-
-NAMES: Final = (
-    "stored_bytes",
-    "loaded_bytes",
-    "loaded",
-    "stored",
-    "evicted",
-    "evicted_bytes",
-    "evicted_never_read",
-    "dedup_skips",
-    "probes",
-    "quarantined",
-    "swept",
-    "lookups",
-    "hits",
-    "written_never_read",
-)
+from collections.abc import Iterable, Mapping
 
 
 class Counters:
     """All counts of one tier since it was opened."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Iterable[str]) -> None:
         self._lock = threading.Lock()
-        self._counts = dict.fromkeys(NAMES, 0)
+        self._counts = dict.fromkeys(names, 0)
 
     def add(self, name: str, count: int = 1) -> None:
         with self._lock:

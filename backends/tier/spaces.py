@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from backends.tier.filesystem.naming import Namespace
+from backends.tier.naming import Namespace
 
 
 class Namespaces:
@@ -21,6 +21,9 @@ class Namespaces:
                 self._numbers[name] = len(self._all)
                 self._all.append(Namespace(name))
             return self._numbers[name]
+
+    def __len__(self) -> int:
+        return len(self._all)
 
     def __getitem__(self, number: int) -> Namespace:
         return self._all[number]

@@ -1,0 +1,146 @@
+"""Space for blocks on one path: reserved before a file is begun, given back when it has gone.
+
+A file that is spare brings its space with it. What cannot be deleted, or not counted, keeps its
+reservation, so that the sum never falls below what is there.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from backends.tier.filesystem.ledger import Ledger, Totals
+from backends.tier.filesystem.place import Place
+from backends.tier.filesystem.spares import Spares
+
+_ROOM_TIMEOUT_S: Final = 1.0
+_ROOM_STEP_S: Final = 0.002
+_ROOM_TRIES: Final = 3
+_FULL_S: Final = 0.5
+
+
+class NoRoom(Exception):
+    """A block does not fit, and nothing could be evicted for it."""
+
+
+class NotCounted(Exception):
+    """What is on the path has to be counted before anything can be stored there."""
+
+
+class Room(enum.Enum):
+    """What became of an attempt to make room."""
+
+    MADE = "made"
+    LATER = "later"  # somebody else is about it
+    NONE = "none"
+
+
+class Space:
+    """Of one writer on one path. Methods raise OSError; threads may share it."""
+
+    def __init__(
+        self,
+        place: Place,
+        ledger: Ledger,
+        row_bytes: int,
+        limit_bytes: Callable[[Totals], int],
+        spares: Spares,
+    ) -> None:
+        """`limit_bytes` gives the most that may be on the path, from what is there."""
+        self._place = place
+        self._ledger = ledger
+        self._row_bytes = row_bytes
+        self._limit_bytes = limit_bytes
+        self._owed = 0
+        self._undeleted: deque[str] = deque()
+        self._full_until_s = 0.0
+        self._making_room = threading.Lock()
+        self.spares = spares
+
+    def obtain(self, make_room: Callable[[int], Room]) -> str | None:
+        """Reserve space for a block: the name of a spare file that has it, or None.
+
+        `make_room(n)` tries to evict n bytes. Raises NoRoom, NotCounted, and what `make_room` does.
+        """
+        if (spare := self._take_spare()) is not None:
+            return spare
+        nbytes, now_s = self._row_bytes, time.monotonic()
+        # Where there was no room a moment ago there is no use in asking.
+        if now_s >= self._full_until_s and self._ledger.reserve(nbytes, self._limit_bytes) <= 0:
+            return None
+        tries = 0
+        while True:
+            # One thread makes room for all that wait here.
+            with self._making_room:
+                if (spare := self._take_spare()) is not None:
+                    return spare
+                room = make_room(nbytes)
+                if self.spares.most:
+                    until_s = time.monotonic() + _FULL_S
+                    self._full_until_s = until_s if room is Room.MADE else 0.0
+                if (spare := self._take_spare()) is not None:
+                    return spare
+            if self._ledger.reserve(nbytes, self._limit_bytes) <= 0:
+                return None
+            if room is Room.NONE:
+                # What another process has just published counts twice for a moment.
+                tries += 1
+                if tries == _ROOM_TRIES or not self._ledger.others_reserve():
+                    break
+            if time.monotonic() > now_s + _ROOM_TIMEOUT_S:
+                break
+            if room is not Room.MADE:
+                time.sleep(_ROOM_STEP_S)
+        totals = self._ledger.cached
+        limit_bytes = self._limit_bytes(totals)
+        raise NoRoom(
+            f"{self._place.path}: {totals.all_bytes} of {limit_bytes} bytes are used, and nothing "
+            "older can be evicted"
+        )
+
+    def _take_spare(self) -> str | None:
+        spare = self.spares.take()
+        if spare is not None:
+            self._ledger.use_spare(self._row_bytes)
+        return spare
+
+    def discard(self, temporary: str) -> None:
+        """Delete an unfinished file; then its reservation ends, and not before."""
+        try:
+            self._place.io.unlink(self._place.temporary, temporary)
+        except FileNotFoundError:
+            pass
+        except OSError:
+            self._undeleted.append(temporary)
+            return
+        self._ledger.release(self._row_bytes)
+
+    def drop_spares(self) -> None:
+        """Delete all spare files."""
+        for name in self.spares.take_all():
+            self._ledger.use_spare(self._row_bytes)
+            self.discard(name)
+
+    def discard_again(self) -> None:
+        """Try once more to delete what could not be deleted."""
+        for _ in range(len(self._undeleted)):
+            self.discard(self._undeleted.popleft())
+
+    def owe(self, count: int) -> None:
+        """So many blocks have their name but may not be counted: reservations stand for them."""
+        with self._making_room:
+            self._owed += count
+
+    def owed(self) -> int:
+        """Blocks that have not been counted yet."""
+        return self._owed
+
+    def pay(self, count: int) -> None:
+        """So many of them have been counted by now: their reservations end."""
+        with self._making_room:
+            self._owed -= count
+        self._ledger.release(count * self._row_bytes)

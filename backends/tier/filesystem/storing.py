@@ -1,0 +1,230 @@
+"""Store one block, on the path that it is to stand on: what an I/O thread does."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from backends import block
+from backends.tier.base import Bytes, Outcome
+from backends.tier.counters import Counters
+from backends.tier.filesystem.blockfiles import Unpublished
+from backends.tier.filesystem.io import words
+from backends.tier.filesystem.lane import Lane
+from backends.tier.filesystem.refusals import Refusals
+from backends.tier.filesystem.room import NoRoom, NotCounted, Room
+from backends.tier.index import Index
+from backends.tier.jobs import Jobs, Task
+from backends.tier.probes import Probes
+
+_SKIPPED: Final = {"dedup_skips": 1}
+
+
+class _Elsewhere(Exception):
+    """A store is for another path."""
+
+    def __init__(self, lane: Lane) -> None:
+        super().__init__()
+        self.lane = lane
+
+
+class Storing:
+    """Of one tier. `order` gives the numbers of a block's paths, best first."""
+
+    def __init__(
+        self,
+        fingerprint: bytes,
+        row_bytes: int,
+        jobs: Jobs,
+        index: Index,
+        probes: Probes,
+        refusals: Refusals,
+        counters: Counters,
+        order: Callable[[int], list[int]],
+    ) -> None:
+        self._fingerprint = fingerprint
+        self._row_bytes = row_bytes
+        self._jobs = jobs
+        self._index = index
+        self._probes = probes
+        self._refusals = refusals
+        self._counters = counters
+        self._order = order
+        self._written = {"stored": 1, "stored_bytes": row_bytes, "written_never_read": 1}
+        self._lanes: Sequence[Lane] = ()
+
+    def begin(self, lanes: Sequence[Lane]) -> None:
+        """From now on tasks may come, and these are all lanes there are."""
+        self._lanes = lanes
+
+    def store(self, lane: Lane, task: Task) -> None:
+        """Write a block to a file. It gets its name together with others, in `publish`."""
+        try:
+            row = self._jobs.row(task)
+            wrong = block.check_row(row, task.key, self._fingerprint)
+            if wrong:
+                self._end_store(lane, task, Outcome.FAILED, f"its row {wrong}")
+                return
+            file = self._write(lane, task, row)
+        except _Elsewhere as elsewhere:
+            self._send_on(lane, task, elsewhere.lane)
+        except Exception as error:
+            self._store_failed(lane, task, error)
+        else:
+            if file is None:
+                self._stored(lane, task, 0)
+            else:
+                lane.commits.add((task, file))
+
+    def _write(self, lane: Lane, task: Task, row: Bytes) -> Unpublished | None:
+        """A file that has no name yet; None where the block is there already."""
+        volume = lane.volume
+
+        def make_room(short_bytes: int) -> Room:
+            if len(self._lanes) > 1 and not task.moved:
+                self._look_elsewhere(lane, task)
+            return lane.evictor.make_room(short_bytes, task.used_ns, spare=True)
+
+        def write() -> Unpublished | None:
+            # Without replicas nobody is looked for: what is there cannot be given the same name.
+            likely = task.seen_elsewhere or task.block_id in self._index
+            if likely and volume.blocks.settle(task.key, task.block_id):
+                return None
+            if task.seen_elsewhere and not task.moved:
+                self._find_elsewhere(lane, task)
+            return volume.blocks.write(task.key, task.block_id, row, task.used_ns, make_room)
+
+        try:
+            return write()
+        except FileNotFoundError:
+            if not volume.needs_opening():
+                raise
+            volume.open(make=False)
+            return write()
+
+    def _find_elsewhere(self, lane: Lane, task: Task) -> None:
+        """Another replica may prefer another path. Raises _Elsewhere if the block stands there."""
+        for number, other in enumerate(self._lanes):
+            if other is lane or not self._may_take(number, task):
+                continue
+            # The other path's own fault shows where it is used.
+            with contextlib.suppress(OSError):
+                if other.volume.blocks.holds(task.key, task.block_id):
+                    raise _Elsewhere(other)
+
+    def publish(self, lane: Lane, batch: list[tuple[Task, Unpublished]]) -> None:
+        """Give files that have been written their names, and end their tasks."""
+        try:
+            results = lane.volume.blocks.publish([file for _, file in batch])
+        # One batch's trouble, of whatever kind, is its outcome and never ends the thread.
+        except Exception as error:
+            for task, _ in batch:
+                self._store_failed(lane, task, error)
+            return
+        for (task, _), wrong in zip(batch, results, strict=True):
+            if wrong is None:
+                self._stored(lane, task, self._row_bytes)
+            elif isinstance(wrong, FileExistsError):
+                self._lost_race(lane, task)
+            else:
+                self._store_failed(lane, task, wrong)
+
+    def _lost_race(self, lane: Lane, task: Task) -> None:
+        """Another writer was first; if what it wrote is wrong, it is out of the way now."""
+        try:
+            there = lane.volume.blocks.settle(task.key, task.block_id)
+        except OSError as error:
+            self._store_failed(lane, task, error)
+            return
+        if there:
+            self._stored(lane, task, 0)
+        else:
+            self._jobs.put_back(task)
+            lane.pool.add([task], loads=False)
+
+    def _stored(self, lane: Lane, task: Task, moved_bytes: int) -> None:
+        lane.volume.stores.succeeded(task.began_s)
+        self._counters.add_all(self._written if moved_bytes else _SKIPPED)
+        self._index.add(
+            *(task.block_id, task.key, 0, lane.volume.number, task.used_ns),
+            written=moved_bytes > 0,
+            shown=moved_bytes > 0,
+        )
+        self._probes.present(task.block_id)
+        self._refusals.end(task.block_id)
+        self._end_store(lane, task, Outcome.DONE, "", moved_bytes)
+        if lane.volume.ledger.cached.bytes > lane.high_bytes:
+            lane.keeper.kick()
+
+    def _store_failed(self, lane: Lane, task: Task, error: Exception) -> None:
+        """One key's trouble is its outcome; a path's trouble is the path's too."""
+        volume = lane.volume
+        if isinstance(error, NotCounted) and volume.stores.closed():
+            # Somebody has removed the ledger: it waits until there is a new one.
+            self._jobs.put_back(task)
+            lane.turns.wait_until_ready(task)
+            lane.keeper.kick()
+            return
+        if isinstance(error, (NoRoom, NotCounted)):
+            self._end_store(lane, task, Outcome.SHED, str(error))
+            return
+        if not isinstance(error, OSError):
+            self._end_store(lane, task, Outcome.FAILED, f"{type(error).__name__}: {error}")
+            return
+        volume.stores.failed(task.began_s, words(error))
+        task.tried = (*task.tried, volume.number)
+        other = next((n for n in self._order(task.block_id) if self._may_take(n, task)), None)
+        if other is not None:
+            self._send_on(lane, task, self._lanes[other])
+        else:
+            self._end_store(lane, task, Outcome.SHED, f"{volume.path}: {words(error)}")
+
+    def _end_store(
+        self, lane: Lane, task: Task, outcome: Outcome, reason: str, moved_bytes: int = 0
+    ) -> None:
+        self.go_on(lane, task, outcome)
+        self._jobs.end(task, outcome, reason, moved_bytes)
+
+    def _look_elsewhere(self, lane: Lane, task: Task) -> None:
+        """A path is full. Raises _Elsewhere if another has room, or has the oldest block of all.
+
+        So the parts of the capacity are one capacity: all of it is used, and what goes is what was
+        used least recently wherever it stands.
+        """
+        oldest_ns, oldest = lane.evictor.oldest_ns() or task.used_ns, lane
+        for number in self._order(task.block_id):
+            other = self._lanes[number]
+            if other is lane or not self._may_take(number, task):
+                continue
+            if other.volume.has_room(self._row_bytes):
+                raise _Elsewhere(other)
+            other_ns = other.evictor.oldest_ns()
+            if other_ns is not None and other_ns < oldest_ns:
+                oldest_ns, oldest = other_ns, other
+        if oldest is not lane:
+            raise _Elsewhere(oldest)
+
+    def _may_take(self, number: int, task: Task) -> bool:
+        return number not in task.tried and self._lanes[number].why_not(loads=False) is None
+
+    def _send_on(self, lane: Lane, task: Task, other: Lane) -> None:
+        task.moved = True
+        self._jobs.put_back(task)
+        other.store([task, *lane.turns.ended(task)])
+
+    def go_on(self, lane: Lane, task: Task, outcome: Outcome) -> None:
+        """Stores of the same key have waited for this one."""
+        followers = lane.turns.ended(task)
+        if outcome is not Outcome.DONE:
+            lane.store(followers)
+            return
+        for follower in followers:
+            if not self._jobs.begin(follower):
+                continue
+            wrong = block.check_row(self._jobs.row(follower), follower.key, self._fingerprint)
+            if wrong:
+                self._jobs.end(follower, Outcome.FAILED, f"its row {wrong}")
+            else:
+                self._counters.add("dedup_skips")
+                self._jobs.end(follower, Outcome.DONE)
