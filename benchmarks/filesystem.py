@@ -2,8 +2,9 @@
 
     python benchmarks/filesystem.py [--directory DIR] [--json FILE] [--rounds N] [--round-mib N]
 
-Every round stores new blocks, loads them, and has fio write and read as much, in alternating order;
-a ratio is the median over the rounds, so that a disk whose speed drifts does not decide it.
+Every round stores new blocks, loads them, and has fio write and read as much, in alternating order,
+a moment after each other; a ratio is the median over the rounds' own ratios. Many short rounds, so
+that a disk whose speed drifts, or stops for a moment, does not decide it.
 
 store       the tier is full: every block drives out an old one. fio overwrites a file that is laid
             out, which is the best that it can do.
@@ -25,9 +26,12 @@ import sys
 sys.path.pop(0)
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+import argparse
+import contextlib
 import dataclasses
 import json
 import shutil
+import signal
 import statistics
 import subprocess
 import tempfile
@@ -35,22 +39,27 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 
-from backends.block import COMPLETE, HEADER_BYTES, BlockKey, write_header
+from backends.block import HEADER_BYTES, BlockKey
 from backends.testing import RowBuffer, make_context, make_keys
 from backends.tier.base import Job, Lookup, Outcome
 from backends.tier.filesystem import FilesystemSettings, naming, snapshot
-from backends.tier.filesystem.index import Columns
 from backends.tier.filesystem.naming import Namespace
-from backends.tier.filesystem.pool import store_threads_of
 from backends.tier.filesystem.tier import FilesystemTier
+from backends.tier.index import Columns
+from backends.tier.pool import store_threads_of
+from benchmarks._blocks import in_turn, make_rows, payload, put_header
 from benchmarks._report import Cell, Report, make_parser, publish
 
 BATCH = 16
 SIZES = {"2MiB": 2 << 20, "256KiB": 256 << 10}
-RESTART_BLOCKS = 1_000_000
+NO_FIO = (
+    "fio is not installed, so nothing is compared with it: apt-get install fio, dnf install fio, "
+    "or see https://github.com/axboe/fio"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +81,9 @@ class Driver:
         self._jobs = 0
         # Stores may begin when what is there has been counted.
         time.sleep(0.1)
+
+    def close(self) -> None:
+        self.tier.close()
 
     def store(self, keys: Sequence[BlockKey]) -> Timed:
         for row, key in enumerate(keys):
@@ -101,7 +113,7 @@ class Driver:
 
     def _run(self, submit: Callable[[Job], None], keys: Sequence[BlockKey]) -> Timed:
         rows = tuple(range(len(keys)))
-        start_s, cpu_s, results = time.perf_counter(), time.thread_time(), []
+        start_s, cpu_s = time.perf_counter(), time.thread_time()
         for begin in range(0, len(keys), BATCH):
             self._jobs += 1
             batch = slice(begin, begin + BATCH)
@@ -119,30 +131,15 @@ class Driver:
         return Timed(len(keys) * self.rows.row_bytes / seconds, cpu_s / len(keys) * 1e6)
 
 
-def put_header(rows: RowBuffer, row: int, key: BlockKey) -> None:
-    write_header(
-        rows.row_view(row),
-        key,
-        fingerprint=rows.fingerprint,
-        slot_lengths=[rows.row_bytes - HEADER_BYTES],
-        created_ns=time.time_ns(),
-        state=COMPLETE,
-    )
-
-
-def payload(row: int, rows: RowBuffer) -> np.ndarray:
-    return np.random.default_rng(row).integers(0, 256, rows.row_bytes - HEADER_BYTES, np.uint8)
-
-
 class Fio:
-    """Runs fio in a directory of its own. `found` is None, or why it cannot be used."""
+    """Runs fio in a directory of its own. `missing` is None, or why it cannot be used."""
 
     def __init__(self, directory: Path, direct: bool) -> None:
         self.directory = directory
         directory.mkdir()
         self._direct = direct
         self._engine = ["--ioengine=io_uring"]
-        self.missing = None if shutil.which("fio") else "fio is not installed"
+        self.missing = None if shutil.which("fio") else NO_FIO
         if self.missing is None and self._run("read", 1 << 20, 1 << 20, 1, ["--size=1m"]) is None:
             self._engine = ["--ioengine=psync", "--thread"]
 
@@ -203,6 +200,12 @@ class Options:
     rounds: int
     round_bytes: int
     threads: int
+    restart_blocks: int
+
+    @property
+    def first_rounds(self) -> int:
+        """Rounds until a tier is full."""
+        return max(2, self.rounds // 2)
 
 
 @dataclass(slots=True)
@@ -224,35 +227,36 @@ class Result:
         self.rows.append([*row, statistics.median(t.leader_us for t in ours)])
 
 
-def make_rows(size: int, count: int) -> RowBuffer:
-    rows = RowBuffer(count, HEADER_BYTES + size)
-    for row in range(count):
-        rows.row_view(row)[HEADER_BYTES:] = payload(row, rows)
-    return rows
+def measure_size(block: str, size: int, options: Options, out: Result, progress: Progress) -> None:
+    with contextlib.ExitStack() as closes:
+        _measure_size(block, size, options, out, progress, closes)
 
 
-def in_turn(number: int, *steps: Callable[[], None]) -> None:
-    """Do these, every other time in the opposite order."""
-    for step in steps if number % 2 else reversed(steps):
-        step()
-
-
-def measure_size(block: str, size: int, options: Options, out: Result) -> None:
+def _measure_size(
+    block: str,
+    size: int,
+    options: Options,
+    out: Result,
+    progress: Progress,
+    closes: contextlib.ExitStack,
+) -> None:
     count = options.round_bytes // (HEADER_BYTES + size)
     rows = make_rows(size, count)
     path = options.directory / f"tier-{block}"
     settings = FilesystemSettings(
         paths=(str(path),),
-        # Full after two rounds: from then on every block drives out another.
-        capacity=2 * count * rows.row_bytes,
+        # Full after the first rounds: from then on every block drives out another.
+        capacity=options.first_rounds * count * rows.row_bytes,
         high_watermark=1.0,
         low_watermark=1.0,
         threads=options.threads,
         queue_blocks=1 << 20,
         queue_bytes=1 << 40,
     )
-    driver = Driver(rows, settings)
-    unchecked = Driver(rows, dataclasses.replace(settings, verify=False))
+    driver = closes.enter_context(contextlib.closing(Driver(rows, settings)))
+    unchecked = closes.enter_context(
+        contextlib.closing(Driver(rows, dataclasses.replace(settings, verify=False)))
+    )
     reason = driver.tier.describe()[0].partition(": ")[2]
     out.notes.append(f"{block}: {reason}")
     fio = Fio(options.directory / f"fio-{block}", reason.startswith("direct"))
@@ -263,7 +267,8 @@ def measure_size(block: str, size: int, options: Options, out: Result) -> None:
 
     stores: list[Timed] = []
     speeds: list[float | None] = []
-    for number in range(2):
+    for number in range(options.first_rounds):
+        progress.show(f"{block}: first store, round {number + 1} of {options.first_rounds}")
         keys = make_keys(f"{block} fill {number}", count)
         in_turn(
             number,
@@ -278,6 +283,7 @@ def measure_size(block: str, size: int, options: Options, out: Result) -> None:
     plain: list[Timed] = []
     lookups_us = []
     for number in range(options.rounds):
+        progress.show(f"{block}: store and load, round {number + 1} of {options.rounds}")
         keys = make_keys(f"{block} round {number}", count)
         in_turn(
             number,
@@ -297,15 +303,20 @@ def measure_size(block: str, size: int, options: Options, out: Result) -> None:
     out.rows.append(["lookup", block, None, None, None, statistics.median(lookups_us)])
     ratios = [t.bytes_per_s / p.bytes_per_s for t, p in zip(loads, plain, strict=True)]
     out.ratios[f"load/load unchecked {block}"] = statistics.median(ratios)
-    driver.tier.close()
-    unchecked.tier.close()
 
 
 def median_speed(timed: list[Timed]) -> float:
     return statistics.median(t.bytes_per_s for t in timed)
 
 
-def measure_durability(options: Options, out: Result) -> None:
+def measure_durability(options: Options, out: Result, progress: Progress) -> None:
+    with contextlib.ExitStack() as closes:
+        _measure_durability(options, out, progress, closes)
+
+
+def _measure_durability(
+    options: Options, out: Result, progress: Progress, closes: contextlib.ExitStack
+) -> None:
     count = options.round_bytes // 2 // (HEADER_BYTES + SIZES["2MiB"])
     rows = make_rows(SIZES["2MiB"], count)
     drivers = {
@@ -316,21 +327,24 @@ def measure_durability(options: Options, out: Result) -> None:
                 capacity=count * rows.row_bytes,
                 high_watermark=1.0,
                 low_watermark=1.0,
-                durability=level,  # type: ignore[arg-type]
+                durability=level,
                 threads=options.threads,
             ),
         )
         for level in ("none", "data", "full")
     }
+    for driver in drivers.values():
+        closes.enter_context(contextlib.closing(driver))
     stores: dict[str, list[Timed]] = {level: [] for level in drivers}
     for number in range(options.rounds + 1):
+        progress.show(f"durability, round {number} of {options.rounds}")
         keys = make_keys(f"durability {number}", count)
-        timed = {level: driver.store(keys) for level, driver in drivers.items()}
+        turn = list(drivers)[number % 3 :] + list(drivers)[: number % 3]
+        timed = {level: drivers[level].store(keys) for level in turn}
         # The first round makes the files.
         for level in drivers if number else ():
             stores[level].append(timed[level])
-    for level, driver in drivers.items():
-        driver.tier.close()
+    for level in drivers:
         speed = median_speed(stores[level]) / 1e6
         out.rows.append([f"store, durability {level}", "2MiB", speed, None, None, None])
         ratios = [
@@ -342,7 +356,7 @@ def measure_durability(options: Options, out: Result) -> None:
 
 
 def measure_restart(options: Options, out: Result) -> None:
-    """From a snapshot of a million blocks to the first lookup that finds them all."""
+    """From a snapshot of very many blocks to the first lookup that finds them all."""
     rows = RowBuffer(1, 2 * HEADER_BYTES)
     path = options.directory / "restart"
     settings = FilesystemSettings(paths=(str(path),), capacity=1 << 50, threads=2)
@@ -350,7 +364,7 @@ def measure_restart(options: Options, out: Result) -> None:
     name = naming.namespace_name(rows.fingerprint, None)
     space = Namespace(name)
     random = np.random.default_rng(0)
-    hashes = random.integers(0, 256, (RESTART_BLOCKS, 32), np.uint8)
+    hashes = random.integers(0, 256, (options.restart_blocks, 32), np.uint8)
     keys = [BlockKey(digest.tobytes(), 0) for digest in hashes]
     ids = np.fromiter((space.block_id(key) for key in keys), np.uint64, len(keys))
     columns = Columns(
@@ -361,7 +375,7 @@ def measure_restart(options: Options, out: Result) -> None:
         np.full(len(keys), time.time_ns(), np.int64),
     )
     (path / name / naming.SNAPSHOT).write_bytes(snapshot.pack(columns))
-    asked = keys[:: RESTART_BLOCKS // 1000]
+    asked = keys[:: max(1, len(keys) // 1000)]
     start_s = time.perf_counter()
     tier = FilesystemTier(make_context(rows), settings)
     opened_s = time.perf_counter() - start_s
@@ -373,39 +387,121 @@ def measure_restart(options: Options, out: Result) -> None:
         if known:
             break
         if time.perf_counter() - start_s > 60:
-            raise SystemExit("a million blocks are not known again after 60 s")
+            raise SystemExit("the blocks are not known again after 60 s")
         time.sleep(0.005)
     known_s = time.perf_counter() - start_s
     tier.close()
     out.notes.append(
-        f"restart: {RESTART_BLOCKS} blocks are known again {known_s:.2f} s after the tier was "
+        f"restart: {len(keys)} blocks are known again {known_s:.2f} s after the tier was "
         f"begun to be opened ({opened_s:.2f} s until it takes calls). Measured from a snapshot, "
-        "without the blocks' files, until a lookup of every 1000th key finds all; the slowest of "
-        f"those lookups of 1000 keys took {slowest_s * 1e3:.0f} ms."
+        f"without the blocks' files, until a lookup of {len(asked)} keys among them finds all; the "
+        f"slowest of those lookups took {slowest_s * 1e3:.0f} ms."
     )
-    out.ratios["restart of 1000000 blocks, seconds"] = known_s
+    out.ratios[f"restart of {len(keys)} blocks, seconds"] = known_s
+
+
+class Progress:
+    """Where the run is, on stderr: one line that changes, or lines where it is no terminal."""
+
+    def __init__(self) -> None:
+        self._begin_s = time.perf_counter()
+        self._shown = ""
+
+    def show(self, step: str) -> None:
+        if sys.stderr.isatty():
+            passed_s = time.perf_counter() - self._begin_s
+            print(f"\r\033[K{passed_s:4.0f} s  {step}", end="", file=sys.stderr, flush=True)
+        elif (what := step.partition(", round")[0]) != self._shown:
+            self._shown = what
+            print(what, file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if sys.stderr.isatty():
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def parse() -> argparse.Namespace:
+    parser = make_parser(
+        "Measures the filesystem tier against fio on one disk, in many short rounds, in about "
+        "90 s: store and load of 2 MiB and 256 KiB blocks, what durability and checksums cost, "
+        "the leader's CPU time for each block, and a restart with a million blocks. All that it "
+        "writes goes to a directory of its own, which is removed at the end, also after Ctrl-C."
+    )
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    parser.add_argument(
+        *("--directory", "-d"),
+        type=Path,
+        default=Path(tempfile.gettempdir()),
+        help="a directory on the disk to be measured",
+    )
+    parser.add_argument(
+        *("--rounds", "-r"), type=int, default=10, help="rounds; more make the ratios steadier"
+    )
+    parser.add_argument(
+        "--round-mib", type=int, default=128, help="MiB that each step of a round moves"
+    )
+    parser.add_argument("--threads", type=int, default=8, help="the tier's I/O threads")
+    parser.add_argument(
+        "--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="block sizes"
+    )
+    parser.add_argument(
+        "--restart-blocks", type=int, default=1_000_000, help="blocks that a restart finds"
+    )
+    given = parser.parse_args()
+    if given.restart_blocks < 1:
+        parser.error("--restart-blocks is at least 1")
+    if given.rounds < 1 or given.threads < 1 or given.round_mib < 8:
+        parser.error("--rounds and --threads are at least 1, --round-mib at least 8")
+    if not given.directory.is_dir():
+        parser.error(f"--directory is {given.directory}, which is no directory; make it first")
+    return given
+
+
+def check_space(options: Options) -> None:
+    """Raises SystemExit if the disk has not enough room."""
+    # Of each size a tier, its files of fio, and fio's file; of the restart some 64 MiB.
+    needed = 2 * (2 * options.first_rounds + 1) * options.round_bytes + (256 << 20)
+    free = shutil.disk_usage(options.directory).free
+    if free < needed:
+        raise SystemExit(
+            f"{options.directory} has {free >> 20} MiB free, {needed >> 20} are needed; give "
+            "another --directory, or fewer --rounds or --round-mib"
+        )
+
+
+def stop(_signal: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def main() -> None:
-    parser = make_parser("The filesystem tier against fio")
-    parser.add_argument("--directory", type=Path, help="where to write; default: a temporary one")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--round-mib", type=int, default=256)
-    parser.add_argument("--threads", type=int, default=8)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    given = parser.parse_args()
-    out = Result([], {}, [])
-    with tempfile.TemporaryDirectory(prefix="kvquay-bench-", dir=given.directory) as directory:
-        options = Options(Path(directory), given.rounds, given.round_mib << 20, given.threads)
-        for block in given.sizes:
-            measure_size(block, SIZES[block], options, out)
-        measure_durability(options, out)
-        measure_restart(options, out)
+    given = parse()
+    # Whoever ends it politely finds nothing left, either.
+    signal.signal(signal.SIGTERM, stop)
+    out, progress = Result([], {}, []), Progress()
+    if shutil.which("fio") is None:
+        print(NO_FIO, file=sys.stderr)
+    try:
+        with tempfile.TemporaryDirectory(prefix="kvquay-bench-", dir=given.directory) as directory:
+            options = Options(
+                *(Path(directory), given.rounds, given.round_mib << 20, given.threads),
+                given.restart_blocks,
+            )
+            check_space(options)
+            for block in given.sizes:
+                measure_size(block, SIZES[block], options, out, progress)
+            measure_durability(options, out, progress)
+            progress.show(f"restart with {options.restart_blocks} blocks")
+            measure_restart(options, out)
+    except KeyboardInterrupt:
+        progress.end()
+        print("interrupted; all that was written is removed", file=sys.stderr)
+        raise SystemExit(130) from None
+    progress.end()
     publish(
         Report(
             title=(
-                f"Filesystem tier: {given.round_mib} MiB a round, median of {given.rounds} rounds, "
-                f"{given.threads} threads"
+                f"Filesystem tier: {given.rounds} rounds ({options.first_rounds} of first stores), "
+                f"{given.round_mib} MiB in each step, medians, {given.threads} threads"
             ),
             columns=("what", "block", "MB/s", "fio MB/s", "ratio", "leader us/block"),
             rows=out.rows,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from dataclasses import replace
 
@@ -14,9 +15,11 @@ from backends.region.reap import find_stale, reap
 from backends.units import format_size
 from orchestrator import report as reports
 from orchestrator.compose import to_config
+from orchestrator.engine_vllm.settings import complete
 from orchestrator.job import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, Job, Outcome, reproduce, say
 from orchestrator.model import expand_model
-from orchestrator.plan import RunInfo, make_plan, write_plan
+from orchestrator.object_store import FROM_THE_ENVIRONMENT, absolute_url
+from orchestrator.plan import RunInfo, cache_config, make_plan, write_plan
 from orchestrator.problems import ConfigProblems
 from orchestrator.render import print_plan
 from orchestrator.schema import Config
@@ -26,16 +29,21 @@ from orchestrator.validate import validate
 def run(cfg: DictConfig, job: Job, console: Console, errors: Console) -> Outcome:
     """Do what `action` says. Every expected failure becomes an Outcome, told on `errors`."""
     try:
-        config = _absolute(to_config(cfg))
+        config = complete(_absolute(to_config(cfg)))
         if config.action == "run" and config.region.backing == "shm":
             _reap(console)
-        checked = validate(config, job.run_dir)
+        checked = validate(config, job.run_dir, job.environment)
         # What a config.json said stands in the plan itself, so that the file may go.
         config = replace(config, model=expand_model(config.model))
         if config.action == "clean":
             from orchestrator.clean import clean
 
             clean(console, apply=config.clean.apply)
+            return Outcome(EXIT_OK)
+        if config.action == "simulate":
+            from orchestrator.simulate.action import simulate
+
+            simulate(config, cache_config(config, checked.topology), job.run_dir, console)
             return Outcome(EXIT_OK)
         info = RunInfo(job.run_id, str(job.run_dir), time.time())
         plan = make_plan(config, checked.topology, checked.model, checked.groups, info)
@@ -44,10 +52,18 @@ def run(cfg: DictConfig, job: Job, console: Console, errors: Console) -> Outcome
             print_plan(console, plan)
             console.print(f"\nplan:   {job.run_dir}/plan.json", soft_wrap=True, highlight=False)
             return Outcome(EXIT_OK)
+        if config.action == "export":
+            from orchestrator.engine_vllm.export import print_commands
+
+            print_commands(console, plan)
+            return Outcome(EXIT_OK)
         from orchestrator.execute import run_plan  # planning alone answers sooner without it
 
         return run_plan(plan, job, console, errors)
     except ConfigProblems as error:
+        if any(problem.fix == FROM_THE_ENVIRONMENT for problem in error.problems):
+            # A secret that stands in a file was copied by Hydra before anybody could look.
+            shutil.rmtree(job.run_dir / ".hydra", ignore_errors=True)
         say(errors, str(error))
         found = reports.invalid_report(job.run_id, error.problems, reproduce(job.overrides))
         reports.write_report(found, job.run_dir)
@@ -74,6 +90,18 @@ def _absolute(config: Config) -> Config:
     workload, stack = config.workload, config.tiers.stack
     if workload.path:
         workload = replace(workload, path=absolute(workload.path))
-    fs = replace(stack.fs, paths=[absolute(path) for path in stack.fs.paths])
-    tiers = replace(config.tiers, stack=replace(stack, fs=fs))
-    return replace(config, workload=workload, tiers=tiers)
+    fs = replace(
+        stack.fs,
+        paths=[absolute(path) for path in stack.fs.paths],
+        affinity={rank: absolute(path) for rank, path in stack.fs.affinity.items()},
+    )
+    bundle = stack.object.ca_bundle
+    objects = replace(
+        stack.object,
+        url=absolute_url(stack.object.url),
+        ca_bundle=absolute(bundle) if bundle else bundle,
+    )
+    tiers = replace(config.tiers, stack=replace(stack, fs=fs, object=objects))
+    model = config.engine.model
+    engine = replace(config.engine, model=absolute(model)) if model else config.engine
+    return replace(config, workload=workload, tiers=tiers, engine=engine)

@@ -1,9 +1,12 @@
-"""Removes what dead runs left: named regions in `/dev/shm` whose owner's lock is free."""
+"""Removes what dead processes left: named regions in `/dev/shm` whose owner's lock is free, files
+that were not written to their end."""
 
 from __future__ import annotations
 
 import shutil
+import threading
 import time
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -14,11 +17,14 @@ from orchestrator.rundir import RunDir
 
 _REAP_LOOKS = 100
 _REAP_LOOK_S = 0.01
+_SWEEP_S = 2.0
 
 
-def remove_leftovers(run_dir: RunDir, run_id: str) -> None:
-    """Remove what the dead processes of one run left beside its results."""
+def remove_leftovers(run_dir: RunDir, run_id: str, disks: Sequence[str]) -> None:
+    """Remove what the dead processes of one run left beside its results, and unfinished blocks on
+    the `disks` of its filesystem tier."""
     remove_named_regions(run_id)
+    _sweep(disks)
     shutil.rmtree(run_dir.temporary(run_id), ignore_errors=True)
     for path in run_dir.half_written():
         path.unlink(missing_ok=True)
@@ -32,6 +38,17 @@ def remove_named_regions(run_id: str) -> None:
         if all(result.removed for result in reap(ours, apply=True)):
             return
         time.sleep(_REAP_LOOK_S)
+
+
+def _sweep(disks: Sequence[str]) -> None:
+    """A disk that hangs must not keep a run from its end: the next one sweeps it."""
+    if not disks:
+        return
+    from backends.tier.filesystem.sweep import sweep
+
+    thread = threading.Thread(target=sweep, args=(disks,), daemon=True)
+    thread.start()
+    thread.join(_SWEEP_S)
 
 
 def clean(console: Console, *, apply: bool) -> None:

@@ -14,8 +14,13 @@ from orchestrator.schema import Config
 
 
 def _thaw(node: DictConfig) -> DictConfig:
-    """OmegaConf marks nodes of frozen classes read-only, which overrides could not change."""
+    """OmegaConf marks nodes of frozen classes read-only, which overrides could not change.
+
+    Hydra refuses new keys; those of a mapping are values, and the schema has none of them.
+    """
     OmegaConf.set_readonly(node, None)
+    if OmegaConf.get_type(node) is dict:
+        OmegaConf.set_struct(node, False)
     for key in node:
         child = node._get_node(key)
         if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():

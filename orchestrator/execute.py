@@ -9,6 +9,8 @@ from rich.console import Console
 
 from orchestrator import report as reports
 from orchestrator.clean import remove_named_regions
+from orchestrator.engine_vllm.settings import is_vllm
+from orchestrator.engine_vllm.spawner import VllmSpawner
 from orchestrator.job import EXIT_FAILED, EXIT_OK, Job, Outcome, reproduce, say
 from orchestrator.plan import Plan
 from orchestrator.render import print_report
@@ -44,6 +46,8 @@ def run_plan(plan: Plan, job: Job, console: Console, errors: Console) -> Outcome
 
 
 def _spawner(plan: Plan, environment: dict[str, str]) -> Spawner:
+    if is_vllm(plan.settings):
+        return VllmSpawner(plan, environment)
     if plan.settings.spawn.kind == "inline":
         from orchestrator.spawn.inline import InlineSpawner  # imports torch
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -26,11 +27,12 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
+from orchestrator.object_store import FROM_THE_ENVIRONMENT, KEY, URL_KEYS
 from orchestrator.problems import Problem, did_you_mean
 from orchestrator.schema import Config
 from orchestrator.values import NOT_YET, check_value, not_yet
 
-NOT_YET_KEYS = ("tiers.stack.object", "engine.model", "sweep", "region.scope")
+NOT_YET_KEYS = ("sweep", "region.scope")
 OPTIONAL_GROUPS = ("experiment",)
 NICKNAMES = {
     "dp": "data_parallel_size",
@@ -39,6 +41,7 @@ NICKNAMES = {
     "tp": "tensor_parallel_size",
     "dcp": "decode_context_parallel_size",
 }
+_CREDENTIAL = re.compile(r"secret|passw|credential|token|key|user|account|profile", re.IGNORECASE)
 _SCALARS: dict[Any, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "true or false"),
     int: ((int,), "a whole number"),
@@ -218,6 +221,9 @@ def _check_key(
         if hint is not None and not dataclasses.is_dataclass(hint):
             if "list" in str(hint):
                 return []  # an entry of a list is Hydra's to check
+            if typing.get_origin(hint) is dict:
+                limit = f"cannot be set alone: {above} is one mapping"
+                return [Problem(key, None, limit, f"set {above}={{KEY:VALUE}}")]
             limit = f"is not a key of the configuration: {above} holds one value"
             return [Problem(key, None, limit, f"set {above}=VALUE")]
         above = above.rpartition(".")[0]
@@ -229,6 +235,8 @@ def _check_key(
 def _meant(key: str, fields: dict[str, Any], groups: list[str]) -> str:
     """What an unknown key was probably to be."""
     parent, _, name = key.rpartition(".")
+    if parent == KEY and _CREDENTIAL.search(name):
+        return FROM_THE_ENVIRONMENT
     name = NICKNAMES.get(name, name)
     siblings = [k.rpartition(".")[2] for k in fields if k.rpartition(".")[0] == parent]
     if parent in fields:
@@ -255,7 +263,9 @@ def _check_known(key: str, hint: Any, override: Override) -> list[Problem]:
     for value in _values(override):
         text = _typed(override, value)
         found = _check_type(key, hint, value, text)
-        if not found and not sweeping and not _is_interpolation(value):
+        # What may be a secret is refused in a sweep too: Hydra would write it down.
+        checked = not sweeping or key in URL_KEYS
+        if not found and checked and not _is_interpolation(value):
             found = check_value(key, text if hint is str else value)
         problems += found
     return problems
@@ -314,6 +324,13 @@ def _mismatch(hint: Any, value: Any) -> str:
         expected = _SCALARS[of][1] if of in _SCALARS else "a mapping"
         if not isinstance(value, list) or any(_mismatch(of, entry) for entry in value):
             return f"a list in brackets, [A,B], each entry {expected}"
+        return ""
+    if typing.get_origin(hint) is dict:
+        of_key, of = typing.get_args(hint)
+        pairs = value.items() if isinstance(value, dict) else [(None, None)]
+        if any(_mismatch(of_key, k) or _mismatch(of, v) for k, v in pairs):
+            expected = f"each KEY {_SCALARS[of_key][1]}, each VALUE {_SCALARS[of][1]}"
+            return f"a mapping in braces, {{KEY:VALUE}}, {expected}"
         return ""
     if hint not in _SCALARS:
         return ""

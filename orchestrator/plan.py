@@ -12,6 +12,7 @@ import os
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -28,9 +29,13 @@ from backends.errors import ConfigError, KvquayError
 from backends.layout import fingerprint, geometry_digest, replica_worker_groups, slot_bytes
 from backends.region.numa import replica_node
 from backends.region.spec import RegionSpec, rows_for_size
+from backends.tier.object.settings import ObjectSettings
+from backends.tier.registry import TierRegistry
 from backends.units import parse_size
-from orchestrator import __version__
-from orchestrator.schema import CleanConf, Config
+from orchestrator import __version__, object_store
+from orchestrator.lower_tiers import lower_tiers
+from orchestrator.ports import port_of
+from orchestrator.schema import CleanConf, Config, SimulateConf
 from orchestrator.topology import Placement, Topology
 from orchestrator.workload.hashing import HASH_ALGORITHM
 
@@ -61,7 +66,8 @@ class WorkerPlan:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlan:
-    """One data-parallel engine. `directory` is relative to the run directory."""
+    """One data-parallel engine. `directory` is relative to the run directory. A port is 0 where
+    there is no such service."""
 
     data_parallel_index: int
     data_parallel_rank_local: int
@@ -73,6 +79,9 @@ class ReplicaPlan:
     rdzv_endpoint: str
     command: str
     workers: tuple[WorkerPlan, ...]
+    metrics_port: int = 0
+    events_port: int = 0
+    events_replay_port: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +102,28 @@ class RegionPlan:
     bytes_per_node: int
     geometry_digest: str
     numa_nodes: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectPlan:
+    """What the object tier holds, and where. Sizes in bytes; an object is a row.
+
+    `namespaces` are URLs that the names of all objects begin with, one for each replica where
+    replicas are isolated. `upload_requests` is what storing one object takes. Capacities are None
+    where `capacity: unbounded` leaves it to `lifecycle`, the command that sets such a rule.
+    `million_tokens_objects` and `_bytes` are of a million tokens that nobody has stored before.
+    """
+
+    namespaces: tuple[str, ...]
+    object_bytes: int
+    upload_requests: int
+    million_tokens_objects: int
+    million_tokens_bytes: int
+    capacity_bytes: int | None
+    capacity_bytes_per_replica: int | None
+    capacity_bytes_per_node: int | None
+    capacity_objects: int | None
+    lifecycle: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +152,7 @@ class Plan:
     device_blocks: int
     replicas: tuple[ReplicaPlan, ...]
     settings: Config
+    object_store: ObjectPlan | None = None
 
     def parallel_config(self, placement: Placement) -> ParallelConfig:
         return _parallel_config(self.topology, placement)
@@ -294,7 +326,35 @@ def make_plan(
         ),
         settings=config,
     )
+    plan = replace(plan, object_store=_object_plan(plan))
     return replace(plan, digest=plan_digest(plan))
+
+
+def _object_plan(plan: Plan) -> ObjectPlan | None:
+    given = lower_tiers(plan.settings).get(object_store.NAME)
+    if given is None:
+        return None
+    settings: ObjectSettings = TierRegistry().find(object_store.NAME).settings(given)
+    topology, nbytes = plan.topology, plan.region.row_bytes
+    replicas = topology.data_parallel_size
+    isolated = settings.placement == "per_replica"
+    # As `backends.tier.naming.namespace_name` has it, which needs numpy.
+    behind = [f"_dp{index}" for index in range(replicas)] if isolated else [""]
+    objects = -(-1_000_000 // plan.region.tokens_per_row) * len(plan.groups)
+    capacity = settings.capacity_bytes
+    parts = -(-nbytes // settings.multipart_part)
+    return ObjectPlan(
+        namespaces=tuple(f"{settings.url}/{plan.fingerprint}{suffix}/" for suffix in behind),
+        object_bytes=nbytes,
+        upload_requests=parts + 2 if nbytes > settings.multipart_threshold else 1,
+        million_tokens_objects=objects,
+        million_tokens_bytes=objects * nbytes,
+        capacity_bytes=capacity,
+        capacity_bytes_per_replica=None if capacity is None else capacity // replicas,
+        capacity_bytes_per_node=None if capacity is None else capacity // topology.nnodes,
+        capacity_objects=None if capacity is None else capacity // nbytes,
+        lifecycle=object_store.lifecycle(settings) if capacity is None else None,
+    )
 
 
 def _numa_nodes(config: Config, topology: Topology) -> tuple[int | None, ...]:
@@ -359,6 +419,9 @@ def _replica_plan(
             f"-m orchestrator.worker --plan {_plan_argument(run)} --replica {index}"
         ),
         workers=tuple(workers),
+        metrics_port=port_of(config.metrics.port, index),
+        events_port=port_of(config.events.port, index),
+        events_replay_port=port_of(config.events.replay_port, index),
     )
 
 
@@ -384,12 +447,17 @@ def plan_digest(plan: Plan) -> str:
 
     A run has the digest that `action=plan` told of the same configuration.
     """
+    settings = replace(
+        plan.settings, action="", view="", clean=CleanConf(), simulate=SimulateConf()
+    )
+    # Keys of a mapping may be numbers, but msgspec puts only text in order.
+    plain: Any = msgspec.to_builtins(settings, str_keys=True)
     nameless = replace(
         plan,
         digest="",
         run=RunInfo("", "", 0.0),
         replicas=tuple(_nameless(replica, plan.run) for replica in plan.replicas),
-        settings=replace(plan.settings, action="", view="", clean=CleanConf()),
+        settings=plain,
     )
     return hashlib.sha256(msgspec.json.encode(nameless, order="deterministic")).hexdigest()
 

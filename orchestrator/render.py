@@ -9,7 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from backends.units import format_size
-from orchestrator.plan import Plan, ReplicaPlan
+from orchestrator import object_store
+from orchestrator.engine_vllm.table import answers_line
+from orchestrator.plan import ObjectPlan, Plan, ReplicaPlan
 
 WORKERS_SHOWN = 64
 REPLICAS_SHOWN = 16
@@ -60,10 +62,43 @@ def print_plan(console: Console, plan: Plan) -> None:
         f"{', name kept' if asked.persist_name else ''}",
     )
     _line(console, f"device cache: {plan.device_blocks} blocks a rank\n")
+    if plan.object_store is not None:
+        _object_store(console, plan, plan.object_store)
     _line(console, "by hand, each replica on its node:")
     for replica in plan.replicas[:COMMANDS_SHOWN]:
         _line(console, f"  {replica.command}")
     _more(console, topology.data_parallel_size - COMMANDS_SHOWN, "commands")
+
+
+def _object_store(console: Console, plan: Plan, found: ObjectPlan) -> None:
+    """Where objects go, over what, how many, and what bounds them."""
+    asked = plan.settings.tiers.stack.object
+    many = len(found.namespaces) > 1
+    _line(console, ("object store: ", "bold"), asked.url, f", {object_store.way(asked)}")
+    _line(
+        console,
+        f"  placement {asked.placement}: {found.namespaces[0]}{' ... one a replica' * many}",
+    )
+    _line(
+        console,
+        f"  an object is a row of {format_size(found.object_bytes)}, {found.upload_requests} "
+        f"request{'s' * (found.upload_requests > 1)} to store; a million new tokens: "
+        f"{found.million_tokens_objects:,} objects, {format_size(found.million_tokens_bytes)}",
+    )
+    if found.capacity_bytes is None:
+        _line(
+            console, "  capacity unbounded: nothing goes without a lifecycle rule, set such as by"
+        )
+        _line(console, f"    {found.lifecycle}\n")
+        return
+    assert found.capacity_bytes_per_replica is not None
+    assert found.capacity_bytes_per_node is not None
+    _line(
+        console,
+        f"  capacity {format_size(found.capacity_bytes)} for all replicas, "
+        f"{found.capacity_objects:,} objects: {format_size(found.capacity_bytes_per_replica)} per "
+        f"replica, {format_size(found.capacity_bytes_per_node)} per node\n",
+    )
 
 
 def _more(console: Console, count: int, what: str) -> None:
@@ -160,12 +195,20 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
             _milliseconds(latency["p50"]),
             _milliseconds(latency["p99"]),
             f"{tier['evictions']:,}",
-            f"{tier['usage_bytes'] / (tier['capacity_bytes'] or 1):.0%}",
+            _filled(tier["usage_bytes"], tier["capacity_bytes"]),
             str(tier["errors"]),
         )
     console.print()
     console.print(tiers)
+    for name, tier in report["tiers"].items():
+        counted = {k: n for k, n in tier.get("counters", {}).items() if n and k not in _IN_TABLE}
+        if counted:
+            told = ", ".join(f"{key.replace('_', ' ')} {n:,}" for key, n in counted.items())
+            _line(console, f"{name}: {told}")
     checked = report["verification"]
+    answers = answers_line(report)
+    if answers is not None:
+        _line(console, answers)
     ready = "not reached" if report["ready_s"] is None else f"{report['ready_s']:.2f} s"
     console.print()
     _line(
@@ -177,6 +220,19 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     )
     _line(console, f"report: {report['run_dir']}/report.json")
     _line(console, f"again:  {report['reproduce']}")
+
+
+# The tier's own counts of what the table tells already.
+_IN_TABLE = {
+    *("stored", "loaded", "stored_bytes", "loaded_bytes", "evicted", "lookups", "hits"),
+}
+
+
+def _filled(usage_bytes: int, capacity_bytes: int | None) -> str:
+    """A share of the capacity; the bytes where there is no limit."""
+    if capacity_bytes is None:
+        return format_size(usage_bytes)
+    return f"{usage_bytes / (capacity_bytes or 1):.0%}"
 
 
 def _rate(bytes_per_s: float | None) -> str:

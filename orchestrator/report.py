@@ -48,13 +48,19 @@ def build_report(plan: Plan, state: RunState, duration_s: float, reproduce: str)
         "blocks_checked": sum(worker["stats"]["blocks_checked"] for worker in workers),
         "blocks_wrong": sum(worker["stats"]["blocks_wrong"] for worker in workers),
     }
+    compared = [result["vllm"] for result in results if result.get("vllm")]
+    if compared and compared[0]["requests_compared"] is not None:
+        verification |= {
+            key: sum(found[key] for found in compared)
+            for key in ("requests_compared", "requests_different")
+        }
     failure = state.first_failure
     status = OK
     if state.signal is not None:
         status = INTERRUPTED
     elif failure is not None or len(results) < len(plan.replicas):
         status = FAILED
-    elif verification["blocks_wrong"]:
+    elif verification["blocks_wrong"] or verification.get("requests_different"):
         status = WRONG
     return {
         "format": 1,
@@ -92,6 +98,8 @@ def _replica(result: dict[str, Any]) -> dict[str, Any]:
         "output_tokens": stats["output_tokens"],
         "hit_tokens": hits,
         "steps": stats["steps"],
+        "vllm": result.get("vllm"),
+        "events": result["events"],
         "duration_s": max(worker["duration_s"] for worker in result["workers"]),
         "workers": result["workers"],
     }
@@ -121,12 +129,16 @@ def _shm(plan: Plan, results: list[dict[str, Any]]) -> dict[str, Any]:
         "load_latency_s": {f"p{p}": latency.percentile_s(p) for p in (50, 95, 99)},
         "evictions": primary("evictions"),
         "skipped_stores": primary("skipped_stores"),
+        "never_read": primary("never_read"),
         "usage_bytes": sum(result["rows_used"] for result in results) * plan.region.row_bytes,
+        "pinned_bytes": primary("rows_pinned") * plan.region.row_bytes,
         "capacity_bytes": plan.region.rows * plan.region.row_bytes * len(plan.replicas),
         "errors": primary("errors"),
     }
 
 
+MISFORTUNES = ("errors", "shed", "late", "corrupt", "given_up", "passed_over", "no_room")
+_ALSO_COUNTED = ("never_read", "breaker_opened")
 BYTES = {"store": "stored_bytes", "load": "loaded_bytes"}
 
 
@@ -141,6 +153,8 @@ def _lower(name: str, results: list[dict[str, Any]]) -> dict[str, Any]:
         what: [t[BYTES[what]] / t[f"{what}_s"] for t in found if t[f"{what}_s"] > 0]
         for what in ("store", "load")
     }
+    capacities = [tier["usage"]["capacity_bytes"] for tier in found]
+    ages = [tier["usage"]["oldest_s"] for tier in found]
     summed = ("lookups", "hits", "stores", "stored_bytes", "loaded_bytes", "evictions")
     return {
         **{key: sum(tier[key] for tier in found) for key in summed},
@@ -148,10 +162,21 @@ def _lower(name: str, results: list[dict[str, Any]]) -> dict[str, Any]:
         "load_bytes_per_s": sum(rates["load"]) or None,
         "load_latency_s": {f"p{p}": latency.percentile_s(p) for p in (50, 95, 99)},
         "usage_bytes": max((tier["usage"]["bytes"] for tier in found), default=0),
-        "capacity_bytes": max((tier["usage"]["capacity_bytes"] or 0 for tier in found), default=0),
-        **{key: sum(tier[key] for tier in found) for key in ("errors", "shed", "late", "corrupt")},
+        "capacity_bytes": None if None in capacities else max(capacities, default=0),
+        "oldest_s": max(filter(None, ages), default=None),
+        "counters": _own_counters(found),
+        **{key: sum(tier[key] for tier in found) for key in (*MISFORTUNES, *_ALSO_COUNTED)},
         "replicas": [tier["own"] for tier in found],
     }
+
+
+def _own_counters(found: list[dict[str, Any]]) -> dict[str, int]:
+    """What the tier itself counted, of all replicas together."""
+    total: dict[str, int] = {}
+    for tier in found:
+        for name, count in tier["own"].items():
+            total[name] = total.get(name, 0) + count
+    return total
 
 
 def _rate(results: list[dict[str, Any]], what: str) -> float | None:

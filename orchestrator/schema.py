@@ -37,6 +37,7 @@ class ShmTierConf:
     """The primary tier: the region itself."""
 
     eviction: str = "lru"
+    admission: str = "all"
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,63 @@ class FsTierConf:
     queue_blocks: int = 1024
     queue_bytes: str = "4GiB"
     placement: str = "shared"
+    affinity: dict[int, str] = field(default_factory=dict)  # data_parallel_rank_local: path
     direct: str = "auto"
     verify: bool = True
     quarantine_limit_bytes: str = "256MiB"
     free_reserve_bytes: str = "128MiB"
     probe_interval_s: float = 1.0
     stagger_s: float = 0.05
+    touch_interval_s: float = 60.0
+    snapshot_interval_s: float = 300.0
+    retry_s: float = 0.5
+    retry_most_s: float = 30.0
+    stuck_s: float = 5.0
+    close_timeout_s: float = 10.0
+
+
+@dataclass(frozen=True)
+class ObjectTierConf:
+    """The object tier; `backends.tier.object.settings` says what each setting means.
+
+    There is no key for a credential, and none will come: they are taken from the environment.
+    """
+
+    url: str = "file:kvcache_objects"
+    endpoint: Optional[str] = None
+    region: Optional[str] = None
+    addressing: str = "path"
+    allow_http: bool = False
+    ca_bundle: Optional[str] = None
+    signed_payload: bool = False
+    capacity: str = "unbounded"  # of everything under the url, for all replicas together
+    high_watermark: float = 0.95
+    low_watermark: float = 0.90
+    concurrency: int = 32
+    in_flight_bytes: str = "256MiB"  # per replica
+    queue_blocks: int = 1024
+    queue_bytes: str = "4GiB"
+    multipart_threshold: str = "64MiB"
+    multipart_part: str = "16MiB"
+    connect_timeout_s: float = 3.0
+    read_timeout_s: float = 5.0
+    request_timeout_s: float = 30.0
+    retries: int = 3
+    retry_s: float = 0.1
+    retry_most_s: float = 2.0
+    breaker_failures: int = 5
+    breaker_s: float = 1.0
+    breaker_most_s: float = 5.0
+    placement: str = "shared"
+    stagger_s: float = 0.2
+    conditional: str = "auto"
+    verify: bool = True
+    quarantine_limit_bytes: str = "256MiB"
+    absent_ttl_s: float = 2.0
+    probe_interval_s: float = 0.002
+    rescan_s: float = 300.0
+    recency_interval_s: float = 60.0
+    close_timeout_s: float = 10.0
 
 
 @dataclass(frozen=True)
@@ -66,14 +118,33 @@ class StackConf:
 
     shm: ShmTierConf = field(default_factory=ShmTierConf)
     fs: FsTierConf = field(default_factory=FsTierConf)
+    object: ObjectTierConf = field(default_factory=ObjectTierConf)
+
+
+@dataclass(frozen=True)
+class EdgesConf:
+    """When blocks go into each tier from the one above it: `write_through`, `write_on_evict` (from
+    the region alone), `write_after_hits:N`, `none`."""
+
+    fs: str = "write_through"
+    object: str = "write_through"
 
 
 @dataclass(frozen=True)
 class TiersConf:
-    """Which tiers stand under each other, nearest first."""
+    """Which tiers stand under each other, nearest first, and what moves between them.
+
+    `backends.stack.settings` says what the settings that are not of one tier mean.
+    """
 
     order: list[str] = field(default_factory=lambda: ["shm"])
     stack: StackConf = field(default_factory=StackConf)
+    edges: EdgesConf = field(default_factory=EdgesConf)
+    load_from: str = "fastest"
+    promotion_share: float = 0.5  # of a region's rows
+    lookup_timeout_s: float = 0.05
+    load_timeout_s: float = 2.0
+    store_timeout_s: float = 10.0
 
 
 @dataclass(frozen=True)
@@ -116,6 +187,21 @@ class WorkloadConf:
 
 
 @dataclass(frozen=True)
+class VllmConf:
+    """What a vLLM is told beside what follows from the plan; see docs/vllm.md."""
+
+    python: Optional[str] = None  # an interpreter that has vLLM; None: this one
+    port: int = 8000  # of `vllm serve`; this port + data_parallel_index
+    load_format: str = "auto"
+    max_model_len: Optional[int] = None  # None: the model's own
+    max_num_seqs: int = 8
+    max_output_tokens: int = 16
+    enforce_eager: bool = True
+    compare: bool = True  # replay without offload too, and compare the answers
+    start_timeout_s: float = 900.0
+
+
+@dataclass(frozen=True)
 class EngineConf:
     """The engine that drives the backends."""
 
@@ -129,6 +215,8 @@ class EngineConf:
     verify: str = "all"
     copy_kernel: str = "auto"
     copy_threads: int = 1
+    model: Optional[str] = None  # engine=vllm: directory of a model
+    vllm: VllmConf = field(default_factory=VllmConf)
 
 
 @dataclass(frozen=True)
@@ -152,10 +240,45 @@ class SpawnConf:
 
 
 @dataclass(frozen=True)
+class MetricsConf:
+    """Prometheus metrics, served by each replica's leader."""
+
+    port: int = 0  # 0: none; else this port + data_parallel_index
+    host: str = "127.0.0.1"
+    refresh_s: float = 1.0
+    linger_s: float = 0.0  # how long the last values may wait for a scrape when a run is over
+
+
+@dataclass(frozen=True)
+class EventsConf:
+    """KV events as vLLM publishes them, from each replica's leader."""
+
+    port: int = 0  # 0: none; else this port + data_parallel_index
+    replay_port: int = 0  # 0: none; else this port + data_parallel_index
+    host: str = "127.0.0.1"
+    topic: str = ""
+    hashes: str = "int64"
+    queue_batches: int = 1024
+    replay_batches: int = 10000
+
+
+@dataclass(frozen=True)
 class CleanConf:
     """`action=clean`: a dry run unless `apply` is set."""
 
     apply: bool = False
+
+
+@dataclass(frozen=True)
+class SimulateConf:
+    """`action=simulate`: which eviction policies are tried on the workload, and at which sizes."""
+
+    policies: list[str] = field(
+        default_factory=lambda: ["lru", "arc", "s3fifo", "sieve", "tinylfu", "prefix_cost"]
+    )
+    capacities: list[int] = field(default_factory=lambda: [1000, 3000, 10000, 30000])  # chunks
+    admission: str = "all"
+    tokens_per_chunk: Optional[int] = None  # None: as in a run
 
 
 @dataclass(frozen=True)
@@ -171,4 +294,7 @@ class Config:
     workload: WorkloadConf = field(default_factory=WorkloadConf)
     engine: EngineConf = field(default_factory=EngineConf)
     spawn: SpawnConf = field(default_factory=SpawnConf)
+    metrics: MetricsConf = field(default_factory=MetricsConf)
+    events: EventsConf = field(default_factory=EventsConf)
     clean: CleanConf = field(default_factory=CleanConf)
+    simulate: SimulateConf = field(default_factory=SimulateConf)

@@ -7,28 +7,32 @@ Needs no GPU, imports no torch, creates nothing. `validate` returns what the pla
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from backends import machine
 from backends.config import KvGroup, ModelConfig
-from backends.errors import RegionError
+from backends.errors import ConfigError, RegionError
 from backends.layout import check_sharding
 from backends.region.space import check_node_space, headroom_bytes
 from backends.region.spec import HEADER_BYTES, row_bytes_for
+from backends.tier.object.settings import ObjectSettings
 from backends.tier.registry import TierRegistry
 from backends.tier.settings import SettingsError
 from backends.units import format_size, parse_size
-from orchestrator.lower_tiers import lower_tiers
+from orchestrator import object_store
+from orchestrator.engine_vllm.settings import check as check_vllm
+from orchestrator.lower_tiers import lower_tiers, stack_settings
 from orchestrator.model import check_model, resolve_model
 from orchestrator.plan import Geometry, cache_config, geometry
+from orchestrator.ports import check_free, check_ports, check_replay
 from orchestrator.problems import ConfigProblems, Problem
 from orchestrator.schema import Config
+from orchestrator.simulate.check import check_simulation
 from orchestrator.topology import Topology, check_topology
-from orchestrator.values import CPU_KERNELS, CUDA_KERNELS, SIZES, check_values
+from orchestrator.values import ADDRESSES, CPU_KERNELS, CUDA_KERNELS, SIZES, check_values
 from orchestrator.workload.check import check as check_workload
 from orchestrator.workloads import workload_spec
 
@@ -51,30 +55,47 @@ class Validated:
     groups: tuple[KvGroup, ...]
 
 
-def validate(config: Config, run_dir: Path) -> Validated:
+def validate(
+    config: Config, run_dir: Path, environment: Mapping[str, str] | None = None
+) -> Validated:
     """Check a configuration against itself and against this machine.
 
+    `environment` is what workers will have, by default this process's own.
     Raises ConfigProblems with all that was found. A check that stands on values which are wrong
     themselves is left out, so that nothing is told twice.
     """
     problems = check_values(config)
     # What dead runs left may be why there is no room; removing it needs none.
-    on_this_machine = config.spawn.check_machine and config.action != "clean"
+    on_this_machine = config.spawn.check_machine and config.action not in ("clean", "simulate")
     topology = None
     if _clear(problems, "parallel.", "spawn.nnodes"):
         topology, found = _topology(config)
         problems += found
     problems += _spawn(config, topology)
     problems += _settings(config)
-    problems += _lower_tiers(config, on_this_machine)
+    problems += check_vllm(config)
+    problems += check_replay(config)
+    object_given = _clear(problems, object_store.KEY)
+    problems += _lower_tiers(
+        config,
+        object_given,
+        on_this_machine,
+        os.environ if environment is None else environment,
+    )
+    if _clear(problems, "tiers"):
+        problems += _edges(config)
+    problems += _affinity(config, topology)
     if _clear(problems, *_UNITS):
         problems += [] if topology is None else _units(config, topology)
         problems += _workload(config, topology or _SIMPLEST)
+    if config.action == "simulate" and _clear(problems, "simulate."):
+        problems += check_simulation(config.simulate)
     findings = check_model(config.model)
     problems += [Problem(*finding) for finding in findings]
     if on_this_machine:
         problems += _run_dir(run_dir)
-        problems += _ports(config, topology)
+        if topology is not None and _clear(problems, *ADDRESSES):
+            problems += check_free(config, topology)
         problems += _devices(config, topology)
     resolved = None if findings else resolve_model(config.model)
     if topology is not None and resolved is not None:
@@ -139,14 +160,7 @@ def _spawn(config: Config, topology: Topology | None) -> Iterator[Problem]:
             f"must name one device for each of the {workers} workers on a node",
             f"name {workers} devices, or leave it out",
         )
-    last = spawn.rdzv_port + topology.data_parallel_size - 1
-    if 1 <= spawn.rdzv_port <= 65535 < last:
-        yield Problem(
-            "spawn.rdzv_port",
-            spawn.rdzv_port,
-            f"each replica takes one port: {spawn.rdzv_port} to {last} must lie in 1 to 65535",
-            "set spawn.rdzv_port=0 and let the system choose free ones",
-        )
+    yield from check_ports(config, topology)
 
 
 def _settings(config: Config) -> Iterator[Problem]:
@@ -178,24 +192,6 @@ def _settings(config: Config) -> Iterator[Problem]:
         )
 
 
-def _ports(config: Config, topology: Topology | None) -> Iterator[Problem]:
-    port = config.spawn.rdzv_port
-    if topology is None or not 1 <= port <= 65535:
-        return
-    local = topology.data_parallel_size_local
-    first = port + config.spawn.node_rank * local
-    if first + local > 65536:
-        return
-    busy = [port for port in range(first, first + local) if not _port_is_free(port)]
-    if busy:
-        yield Problem(
-            "spawn.rdzv_port",
-            port,
-            f"ports in use on this machine: {', '.join(map(str, busy))}",
-            "choose other ports, or spawn.rdzv_port=0 to let the system choose",
-        )
-
-
 def _devices(config: Config, topology: Topology | None) -> Iterator[Problem]:
     if config.engine.device != "cuda":
         return
@@ -215,16 +211,6 @@ def _devices(config: Config, topology: Topology | None) -> Iterator[Problem]:
             f"x {topology.local_world_size} workers need {topology.workers_per_node}",
             "make an axis smaller, or set engine.device=cpu",
         )
-
-
-def _port_is_free(port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
 
 
 def _units(config: Config, topology: Topology) -> Iterator[Problem]:
@@ -260,9 +246,17 @@ def _workload(config: Config, topology: Topology) -> Iterator[Problem]:
         yield Problem(key, None, limit, fix or f"set {key} to such a value")
 
 
-def _lower_tiers(config: Config, on_this_machine: bool) -> Iterator[Problem]:
-    """Settings of the tiers under the region, as each tier itself checks them; then its disks."""
+def _lower_tiers(
+    config: Config, object_given: bool, on_this_machine: bool, environment: Mapping[str, str]
+) -> Iterator[Problem]:
+    """Settings of the tiers under the region, as each tier itself checks them; then what they need
+    of this machine."""
     for name, given in lower_tiers(config).items():
+        if name == object_store.NAME:
+            missing = object_store.check_missing(given) if object_given else []
+            yield from missing
+            if missing or not object_given:
+                continue
         try:
             settings = TierRegistry().find(name).settings(given)
         except SettingsError as error:
@@ -271,13 +265,64 @@ def _lower_tiers(config: Config, on_this_machine: bool) -> Iterator[Problem]:
                 yield Problem(key, found.value, found.expected, found.fix)
         else:
             if name == "fs" and on_this_machine:
-                yield from _disks(settings.paths, settings.capacity)
+                yield from _disks("tiers.stack.fs", settings.paths, settings.capacity)
+            if name == object_store.NAME:
+                yield from _apart(config, settings)
+            if name == object_store.NAME and on_this_machine:
+                yield from object_store.check_credentials(settings, environment)
+                if settings.scheme == "file":
+                    room = settings.capacity_bytes or 0
+                    yield from _disks(object_store.KEY, [settings.prefix], room, "url")
 
 
-def _disks(paths: Sequence[str], capacity_bytes: int) -> Iterator[Problem]:
+def _apart(config: Config, settings: ObjectSettings) -> Iterator[Problem]:
+    """Objects in a directory of the filesystem tier would count twice, and be swept by it."""
+    if settings.scheme != "file" or "fs" not in config.tiers.order:
+        return
+    own = Path(settings.prefix)
+    for path in map(Path, map(os.path.abspath, config.tiers.stack.fs.paths)):
+        if own.is_relative_to(path) or path.is_relative_to(own):
+            yield Problem(
+                object_store.URL_KEYS[0],
+                settings.url,
+                f"is {path} of tiers.stack.fs.paths, or one is inside the other",
+                "give each of both tiers a directory of its own",
+            )
+
+
+def _edges(config: Config) -> Iterator[Problem]:
+    """What moves between the tiers, as the stack itself checks it."""
+    try:
+        stack_settings(config, tokens_per_entry=1)
+    except ConfigError as error:
+        limit, _, fix = str(error).partition("; ")
+        name = limit.split()[0]
+        key = f"tiers.{name if hasattr(config.tiers, name) else 'edges'}"
+        yield Problem(key, None, limit, fix or f"change {key}")
+
+
+def _affinity(config: Config, topology: Topology | None) -> Iterator[Problem]:
+    """A path for a replica that no node has would be passed over without a word."""
+    if topology is None or "fs" not in config.tiers.order:
+        return
+    local = topology.data_parallel_size_local
+    for rank, path in config.tiers.stack.fs.affinity.items():
+        if not 0 <= rank < local:
+            yield Problem(
+                f"tiers.stack.fs.affinity.{rank}",
+                path,
+                f"names no replica: data_parallel_rank_local is 0 to {local - 1} on a node",
+                "leave it out, or change parallel.data_parallel_size",
+            )
+
+
+def _disks(
+    tier: str, paths: Sequence[str], capacity_bytes: int, name: str = "paths"
+) -> Iterator[Problem]:
     """Each path, or the nearest directory above it that exists: can it be written, is it a place
-    for its share of the capacity?"""
-    key = "tiers.stack.fs.paths"
+    for its share of the capacity? `tier` and `name` are the key's."""
+    key = f"{tier}.{name}"
+    more = "more paths" if name == "paths" else "another directory"
     for path in map(Path, paths):
         there = next((p for p in (path, *path.parents) if p.exists()), path)
         if not there.is_dir():
@@ -290,11 +335,11 @@ def _disks(paths: Sequence[str], capacity_bytes: int) -> Iterator[Problem]:
             room = os.statvfs(there)
             if room.f_blocks * room.f_frsize < share:
                 yield Problem(
-                    "tiers.stack.fs.capacity",
+                    f"{tier}.capacity",
                     format_size(capacity_bytes),
                     f"{path} is on a disk of {format_size(room.f_blocks * room.f_frsize)}, its "
                     f"share is {format_size(share)}",
-                    "make tiers.stack.fs.capacity smaller, or name more paths",
+                    f"make {tier}.capacity smaller, or name {more}",
                 )
 
 

@@ -8,38 +8,39 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from ipaddress import ip_address
 from typing import Any
 
+from backends.errors import ConfigError
+from backends.policy.registry import PolicyRegistry
 from backends.region.spec import BACKINGS, HUGE_PAGES
+from backends.stack.settings import EDGE_WORDS, LOAD_FROM, Edge
 from backends.units import parse_size
+from orchestrator.object_store import URL_KEYS, check_url
 from orchestrator.problems import Problem, did_you_mean
 from orchestrator.schema import Config
 
 # What is known to come, so that it is refused as not there yet instead of as a misspelling.
 NOT_YET: dict[str, tuple[str, ...]] = {
-    "tiers": ("shm_object", "shm_fs_object", "shm_fs_s3"),
-    "tier": ("object",),
-    "engine": ("vllm",),
     "spawn": ("ray", "slurm"),
-    "action": ("doctor", "simulate", "export"),
-    "tiers.order": ("object",),
+    "action": ("doctor",),
     "spawn.kind": ("ray", "slurm"),
-    "engine.kind": ("vllm",),
     "spawn.scope": ("node",),
 }
 
-TIERS = ("shm", "fs")
+TIERS = ("shm", "fs", "object")
 CPU_KERNELS = ("auto", "numpy", "c-portable", "c-avx2", "c-avx512")
 CUDA_KERNELS = ("auto", "cuda", "cuda-pinned", "cuda-pageable")
 CHOICES: dict[str, tuple[str, ...]] = {
-    "action": ("run", "plan", "clean"),
+    "action": ("run", "plan", "simulate", "clean", "export"),
     "view": ("auto", "plain", "quiet"),
     "region.backing": BACKINGS,
     "region.huge_pages": HUGE_PAGES,
     "region.numa": ("auto", "off"),
     "region.pin": ("auto", "off"),
-    "tiers.stack.shm.eviction": ("lru",),
-    "engine.kind": ("reference",),
+    "tiers.load_from": LOAD_FROM,
+    "tiers.stack.shm.admission": ("all", "second_hit", "tinylfu"),
+    "engine.kind": ("reference", "vllm"),
     "engine.device": ("cpu", "cuda"),
     "engine.layout": ("layers_first", "blocks_first"),
     "engine.verify": ("all", "sample", "off"),
@@ -48,8 +49,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "spawn.scope": ("replica",),
     "spawn.start_method": ("auto", "fork", "spawn"),
     "spawn.on_failure": ("stop", "continue"),
+    "events.hashes": ("int64", "bytes"),
+    "simulate.admission": ("all", "second_hit", "tinylfu"),
 }
 
+ADDRESSES = ("metrics.host", "events.host")
 SIZES = ("region.size", "engine.device_cache_size")
 LARGEST_SIZE = "1PiB"
 
@@ -66,6 +70,12 @@ RANGES: dict[str, tuple[int, int]] = {
     "engine.tokens_per_hash": (1, 2**30),
     "engine.max_tokens_per_step": (1, 2**31),
     "engine.copy_threads": (1, 256),
+    "simulate.tokens_per_chunk": (1, 2**30),
+    "engine.vllm.port": (1, 65535),
+    "engine.vllm.max_model_len": (1, 2**31),
+    "engine.vllm.max_num_seqs": (1, 2**20),
+    "engine.vllm.max_output_tokens": (1, 2**20),
+    "engine.vllm.start_timeout_s": (1, _WEEK_S),
     "spawn.nnodes": (1, 2**20),
     "spawn.node_rank": (0, 2**20),
     "spawn.devices_per_node": (1, 2**20),
@@ -73,6 +83,34 @@ RANGES: dict[str, tuple[int, int]] = {
     "spawn.start_timeout_s": (1, _WEEK_S),
     "spawn.group_timeout_s": (1, _WEEK_S),
     "spawn.stop_timeout_s": (0, 3600),
+    "metrics.port": (0, 65535),
+    "metrics.refresh_s": (0, 3600),
+    "metrics.linger_s": (0, 3600),
+    "events.port": (0, 65535),
+    "events.replay_port": (0, 65535),
+    "events.queue_batches": (1, 2**20),
+    "events.replay_batches": (1, 2**20),
+    "tiers.promotion_share": (0, 1),
+    "tiers.lookup_timeout_s": (0, _WEEK_S),
+    "tiers.load_timeout_s": (0, _WEEK_S),
+    "tiers.store_timeout_s": (0, _WEEK_S),
+    # The tier itself says more of each; that it is a number at all is said here.
+    "tiers.stack.fs.probe_interval_s": (0, _WEEK_S),
+    "tiers.stack.fs.stagger_s": (0, _WEEK_S),
+    "tiers.stack.fs.touch_interval_s": (0, _WEEK_S),
+    "tiers.stack.fs.snapshot_interval_s": (0, _WEEK_S),
+    "tiers.stack.fs.retry_s": (0, _WEEK_S),
+    "tiers.stack.fs.retry_most_s": (0, _WEEK_S),
+    "tiers.stack.fs.stuck_s": (0, _WEEK_S),
+    "tiers.stack.fs.close_timeout_s": (0, _WEEK_S),
+    **{
+        f"tiers.stack.object.{name}_s": (0, _WEEK_S)
+        for name in (
+            *("connect_timeout", "read_timeout", "request_timeout", "retry", "retry_most"),
+            *("breaker", "breaker_most", "stagger", "absent_ttl", "probe_interval", "rescan"),
+            *("recency_interval", "close_timeout"),
+        )
+    },
 }
 # Plans are JSON, where larger numbers are not exact.
 _LARGEST_INTEGER = 2**53
@@ -117,8 +155,16 @@ def check_value(key: str, value: Any) -> list[Problem]:
         return _check_size(key, str(value))
     if key in RANGES:
         return _check_range(key, value)
+    if key in ADDRESSES:
+        return _check_address(key, str(value))
     if key == "tiers.order":
         return _check_order(key, value)
+    if key == "tiers.stack.shm.eviction":
+        return _check_eviction(key, str(value))
+    if key.startswith("tiers.edges."):
+        return _check_edge(key, str(value))
+    if key in URL_KEYS:
+        return check_url(key, str(value))
     return []
 
 
@@ -162,12 +208,35 @@ def _check_range(key: str, value: float) -> list[Problem]:
     return [Problem(key, value, limit, f"set {key}={near}, or something between")]
 
 
+def _check_address(key: str, value: str) -> list[Problem]:
+    try:
+        ip_address(value)
+    except ValueError:
+        limit = "must be an IP address: a name may come to mean another one"
+        return [Problem(key, value, limit, f"set {key}=127.0.0.1, or 0.0.0.0 for all addresses")]
+    return []
+
+
+def _check_eviction(key: str, value: str) -> list[Problem]:
+    names = PolicyRegistry().names()
+    if value in names:
+        return []
+    return [Problem(key, value, "is not an eviction policy", did_you_mean(value, names))]
+
+
+def _check_edge(key: str, value: str) -> list[Problem]:
+    try:
+        Edge.parse(value)
+    except ConfigError:
+        limit = f"must be one of {', '.join(EDGE_WORDS)}"
+        return [Problem(key, value, limit, did_you_mean(value, EDGE_WORDS))]
+    return []
+
+
 def _check_order(key: str, order: list[str]) -> list[Problem]:
     problems = []
     for name in order:
-        if name in NOT_YET[key]:
-            problems.append(not_yet(key, name))
-        elif name not in TIERS:
+        if name not in TIERS:
             problems.append(Problem(key, name, "is not a tier", did_you_mean(str(name), TIERS)))
     if not order or (order[0] != "shm" and not problems):
         problems.append(Problem(key, list(order), "must begin with 'shm'", f"set {key}=[shm]"))

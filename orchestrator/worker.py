@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from backends.machine import host_identity
 from backends.region.region import Region
-from backends.stack import TierStack
+from backends.stack.stack import TierStack
 from orchestrator.engine.replica import Leader, follow, step_codec
 from orchestrator.engine.runner import WorkerRunner
 from orchestrator.engine.tiers import open_stack
@@ -32,6 +32,7 @@ from orchestrator.plan import Plan, WorkerPlan, read_plan, write_atomic
 from orchestrator.regions import open_region
 from orchestrator.rundir import ReplicaDir, RunDir
 from orchestrator.spawn.lifeline import die_with_parent
+from orchestrator.telemetry import Telemetry, Values, replica_values
 from orchestrator.workload.source import stream_for_replica
 from orchestrator.workloads import workload_spec
 
@@ -69,41 +70,57 @@ def run_worker(
     host = host_identity()
     identity = find_identity(group, host)
     planned = assert_planned(identity, group.size, plan, index)
-    with _region(plan, index, group, identity, host) as region:
-        events.write("region", local_rank=identity.local_rank, slot=planned.slot)
-        prefault_s = _prefault(plan, region, identity, group)
-        device = _device(plan, planned)
-        _pin(plan, region, device)
-        runner = _runner(plan, index, identity, device, region)
-        below = open_stack(plan, index, region) if identity.leader else None
-        try:
-            group.all_gather_json(None)  # nobody serves before everybody can
-            events.write("ready")
-            started_s = time.monotonic()
-            leader = _serve(plan, index, group, identity, runner, region, events, below)
-            answer = {
-                "rank": identity.rank,
-                "pid": os.getpid(),
-                "local_rank": identity.local_rank,
-                "slot": planned.slot,
-                "device": planned.device,
-                "duration_s": time.monotonic() - started_s,
-                "prefault_s": prefault_s,
-                "copy_kernel": runner.copy_kernel,
-                "region": region.report(),
-                "stats": asdict(runner.stats),
-            }
-            answers = group.all_gather_json(answer)
-            if leader is not None:
-                leader.finish()
-                drained = below is None or below.drain(DRAIN_TIMEOUT_S)
-                _write_result(directory, plan, index, leader, answers, drained)
-                leader.close()
-        finally:
-            runner.close()
-            if below is not None:
-                below.close()
+    with _telemetry(plan, index, identity) as telemetry:
+        with _region(plan, index, group, identity, host) as region:
+            events.write("region", local_rank=identity.local_rank, slot=planned.slot)
+            prefault_s = _prefault(plan, region, identity, group)
+            device = _device(plan, planned)
+            _pin(plan, region, device)
+            runner = _runner(plan, index, identity, device, region)
+            observers = () if telemetry is None else telemetry.observers
+            stack = open_stack(plan, index, region, observers) if identity.leader else None
+            try:
+                group.all_gather_json(None)  # nobody serves before everybody can
+                events.write("ready")
+                started_s = time.monotonic()
+                leader = _serve(plan, index, group, identity, runner, events, stack, telemetry)
+                answer = {
+                    "rank": identity.rank,
+                    "pid": os.getpid(),
+                    "local_rank": identity.local_rank,
+                    "slot": planned.slot,
+                    "device": planned.device,
+                    "duration_s": time.monotonic() - started_s,
+                    "prefault_s": prefault_s,
+                    "copy_kernel": runner.copy_kernel,
+                    "region": region.report(),
+                    "stats": asdict(runner.stats),
+                }
+                answers = group.all_gather_json(answer)
+                if leader is not None and telemetry is not None:
+                    leader.finish()
+                    drained = leader.stack.drain(DRAIN_TIMEOUT_S)
+                    values = replica_values(plan, index, leader.stats, leader.stack, answers)
+                    values = telemetry.complete(values) | {"drained": drained}
+                    write_atomic(directory.result, msgspec.json.encode(values))
+                    telemetry.finish(values)
+            finally:
+                runner.close()
+                if stack is not None:
+                    stack.close()
+        if leader is not None and telemetry is not None:
+            telemetry.linger(leader.tell)
     events.write("done")
+
+
+@contextlib.contextmanager
+def _telemetry(plan: Plan, index: int, identity: Identity) -> Iterator[Telemetry | None]:
+    """The leader's business, like the tiers."""
+    if not identity.leader:
+        yield None
+        return
+    with contextlib.closing(Telemetry(plan, index)) as telemetry:
+        yield telemetry
 
 
 @contextlib.contextmanager
@@ -171,44 +188,29 @@ def _serve(
     group: Group,
     identity: Identity,
     runner: WorkerRunner,
-    region: Region,
     events: EventWriter,
-    below: TierStack | None,
+    stack: TierStack | None,
+    telemetry: Telemetry | None,
 ) -> Leader | None:
-    if not identity.leader:
+    if stack is None or telemetry is None:
         follow(runner, step_codec(plan), group)
         return None
 
     def progress(fields: dict[str, Any]) -> None:
         events.write("progress", **fields)
 
-    leader = Leader(plan, runner, region, group, progress, below)
+    leader = Leader(plan, runner, stack, group, progress)
+
+    def look() -> Values:
+        own = {"rank": identity.rank, "stats": asdict(runner.stats)}
+        return replica_values(plan, index, leader.stats, stack, [own])
+
+    telemetry.watch(look)
     spec = workload_spec(plan.settings.workload, plan.cache)
     stream = stream_for_replica(spec, plan.topology.data_parallel_size, index)
     leader.serve(stream)
     leader.stats.skipped_lines = stream.skipped
     return leader
-
-
-def _write_result(
-    directory: ReplicaDir,
-    plan: Plan,
-    index: int,
-    leader: Leader,
-    workers: list[dict[str, Any]],
-    drained: bool,
-) -> None:
-    result = {
-        "data_parallel_index": index,
-        "engine_id": plan.replicas[index].engine_id,
-        "stats": asdict(leader.stats),
-        "primary": asdict(leader.index.counters),
-        "rows_used": leader.index.rows_used,
-        "workers": workers,
-        "lower_tiers": {} if leader.below is None else leader.below.report(),
-        "drained": drained,
-    }
-    write_atomic(directory.result, msgspec.json.encode(result))
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ named by the whole key.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -102,6 +103,20 @@ class Index:
         self._used_ns[place] = used_ns
         return int(self._volumes[place])
 
+    def use_all(self, block_ids: Sequence[int], used_ns: int) -> list[int | None]:
+        """`use` of each, the first one at `used_ns` and each next one a little before."""
+        found = [self._places.get(block_id) for block_id in block_ids]
+        known = [i for i, place in enumerate(found) if place is not None]
+        places = np.array([found[i] for i in known], np.int64)
+        self._used_ns[places] = used_ns - np.array(known, np.int64)
+        volumes: list[int | None] = self._volumes[places].tolist()
+        if len(known) == len(found):
+            return volumes
+        answers: list[int | None] = [None] * len(found)
+        for i, volume in zip(known, volumes, strict=True):
+            answers[i] = volume
+        return answers
+
     def used_elsewhere(self, block_id: int, used_ns: int) -> None:
         """Another process has used it, at least as late as that."""
         with self._lock:
@@ -139,23 +154,20 @@ class Index:
         `written`: in this run. `shown`: others see `used_ns` in the file's atime.
         """
         with self._lock:
-            place = self._places.get(block_id)
-            if place is None:
-                place = self._take_place()
-                self._enter(place, block_id, key)
-                self._flags[place] = _LIVE
-                self._places[block_id] = place
-                self._count(volume, 1)
-            elif self._volumes[place] != volume:
-                self._count(int(self._volumes[place]), -1)
-                self._count(volume, 1)
-            self._namespaces[place] = namespace
-            self._volumes[place] = volume
-            self._used_ns[place] = max(int(self._used_ns[place]), used_ns)
-            self._seen[place] = self.generation
+            place = self._put(block_id, key, namespace, volume, used_ns)
             if written:
                 self._flags[place] = _LIVE | _WRITTEN
             if shown:
+                self._shown_ns[place] = used_ns
+
+    def add_written(
+        self, blocks: Iterable[tuple[int, BlockKey, int]], namespace: int, volume: int
+    ) -> None:
+        """Enter blocks, by id, key, and use, that were written in this run and show their use."""
+        with self._lock:
+            for block_id, key, used_ns in blocks:
+                place = self._put(block_id, key, namespace, volume, used_ns)
+                self._flags[place] = _LIVE | _WRITTEN
                 self._shown_ns[place] = used_ns
 
     def mark_seen(self, block_id: int, volume: int) -> bool:
@@ -276,6 +288,25 @@ class Index:
         return int(used_ns.min()) if used_ns.size else None
 
     # Places.
+
+    def _put(self, block_id: int, key: BlockKey, namespace: int, volume: int, used_ns: int) -> int:
+        place = self._places.get(block_id)
+        if place is None:
+            place = self._take_place()
+            self._enter(place, block_id, key)
+            self._flags[place] = _LIVE
+            self._places[block_id] = place
+            self._count(volume, 1)
+            self._used_ns[place] = used_ns
+        else:
+            if self._volumes[place] != volume:
+                self._count(int(self._volumes[place]), -1)
+                self._count(volume, 1)
+            self._used_ns[place] = max(int(self._used_ns[place]), used_ns)
+        self._namespaces[place] = namespace
+        self._volumes[place] = volume
+        self._seen[place] = self.generation
+        return place
 
     def _count(self, volume: int, more: int) -> None:
         self._counts[volume] = self._counts.get(volume, 0) + more

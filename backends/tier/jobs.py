@@ -10,7 +10,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from backends.block import EMPTY, BlockKey, set_state
 from backends.errors import TierError
@@ -109,7 +109,11 @@ class Jobs:
             else:
                 self.stores += len(ids)
                 for block_id in ids:
-                    self._storing.setdefault(block_id, []).append(state.began_s)
+                    times = self._storing.get(block_id)
+                    if times is None:
+                        self._storing[block_id] = [state.began_s]
+                    else:
+                        times.append(state.began_s)
         return state
 
     def storing_since_s(self, block_id: int) -> float | None:
@@ -145,6 +149,13 @@ class Jobs:
         with self._lock:
             if not task.ended:
                 self._end(task, outcome, reason, moved_bytes)
+
+    def end_all(self, tasks: Iterable[Task], outcome: Outcome, moved_bytes: int) -> None:
+        """`end` for many, each of which has moved so many bytes."""
+        with self._lock:
+            for task in tasks:
+                if not task.ended:
+                    self._end(task, outcome, "", moved_bytes)
 
     def end_unbegun(self, outcome: Outcome, reason: str) -> None:
         """End every task that nobody has begun."""

@@ -7,6 +7,7 @@ Names are made of hex digits and numbers only, whatever a key holds.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Final
 
 import xxhash
@@ -29,6 +30,11 @@ class Namespace:
     def block_id(self, key: BlockKey) -> int:
         """64 bits that stand for a key in memory. Two keys may share one: names never do."""
         return xxhash.xxh3_64_intdigest(key.hash + key.group.to_bytes(4, "little"), self._seed)
+
+    def block_ids(self, keys: Iterable[BlockKey]) -> list[int]:
+        """`block_id` of each."""
+        digest, seed = xxhash.xxh3_64_intdigest, self._seed
+        return [digest(hash_ + group.to_bytes(4, "little"), seed) for hash_, group in keys]
 
     def leaf(self, block_id: int) -> str:
         """Where a block is, relative to what holds all namespaces."""

@@ -36,6 +36,7 @@ class Pool:
         self._loads: deque[Task] = deque()
         self._stores: deque[Task] = deque()
         self._storing = 0
+        self._idle = 0
         self._stopped = False
         self._since_s: dict[int, float] = {}
         self._threads = [
@@ -47,9 +48,13 @@ class Pool:
 
     def add(self, tasks: Iterable[Task], *, loads: bool) -> None:
         with self._lock:
-            before = len(self._loads) + len(self._stores)
             (self._loads if loads else self._stores).extend(tasks)
-            self._work.notify(len(self._loads) + len(self._stores) - before)
+            # The first one that comes wakes the next, so that a caller wakes no more than one.
+            self._wake_one(self._storing)
+
+    def stores_wait(self) -> bool:
+        """Whether stores wait for a thread. Takes no lock."""
+        return bool(self._stores)
 
     def busy_for_s(self) -> float:
         """How long the call that has been under way longest has taken so far. Takes no lock."""
@@ -87,13 +92,20 @@ class Pool:
     def _next(self) -> tuple[Task | None, int]:
         while True:
             if self._loads:
-                # Whoever ends a store takes the next by itself: to wake another for each is most of
-                # what small blocks cost. Only here it is left to another.
-                if self._stores and self._storing < self.store_threads:
-                    self._work.notify()
-                return self._loads.popleft(), 0
+                task = self._loads.popleft()
+                self._wake_one(self._storing)
+                return task, 0
             if self._stores and self._storing < self.store_threads:
-                return self._stores.popleft(), 1
+                task = self._stores.popleft()
+                self._wake_one(self._storing + 1)
+                return task, 1
             if self._stopped:
                 return None, 0
+            self._idle += 1
             self._work.wait()
+            self._idle -= 1
+
+    def _wake_one(self, storing: int) -> None:
+        """Wake a thread that waits, if there is something that it may do."""
+        if self._idle and (self._loads or (self._stores and storing < self.store_threads)):
+            self._work.notify()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
 
 from backends.block import BlockKey
@@ -73,9 +73,11 @@ class Probes:
         with self._lock:
             self._note_absent(block_id)
 
-    def present(self, block_id: int) -> None:
+    def present(self, block_ids: Iterable[int]) -> None:
+        """They are known to be there."""
         with self._lock:
-            self._absent.pop(block_id, None)
+            for block_id in block_ids:
+                self._absent.pop(block_id, None)
 
     def _note_absent(self, block_id: int) -> None:
         if len(self._absent) >= _ABSENT_MAX:

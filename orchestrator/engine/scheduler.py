@@ -3,48 +3,57 @@
 Prefix matching goes by block on the device and by whole chunk in the region; at least one token of
 a prompt is always computed. The scheduler only decides; workers copy. It is a generator of steps,
 so that what the ranks agreed to have loaded decides what the next step does.
+
+The engine serves one request at a time, so it waits for promotions by itself, asking the stack
+again and again. The stack's verbs never wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator, Sequence
+import time
+from collections.abc import Generator, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
 
 from backends.config import CacheConfig
-from backends.primary import PrimaryIndex
-from backends.stack import Chunk, TierStack
+from backends.stack.primary import NO_ROW
+from backends.stack.stack import TierStack
 from orchestrator.engine.device_cache import DeviceCache
 from orchestrator.engine.stats import ReplicaStats
 from orchestrator.engine.step import FILL, LOAD, NOTHING, ChunkWork
 from orchestrator.workload.request import Request
 
+POLL_S = 0.0002
+ROOM_TIMEOUT_S = 2.0
+"""How long a request may wait for rows that transfers hold before its stores are cut short."""
+
 Steps = Generator[list[ChunkWork], int, None]
+Rows = dict[bytes, tuple[int, ...]]
 
 
 class Scheduler:
-    """One replica's metadata: device cache, primary index, counters."""
+    """One replica's decisions: device cache, tier stack, counters."""
 
     def __init__(
         self,
         device: DeviceCache,
-        index: PrimaryIndex,
+        stack: TierStack,
         cache: CacheConfig,
         *,
         cp_size: int,
-        groups: int,
         chunks_per_step: int,
-        below: TierStack | None = None,
     ) -> None:
         self._device = device
-        self._index = index
+        self._stack = stack
         self._block_tokens = cache.tokens_per_block * cp_size
         self._hashes_per_block = self._block_tokens // cache.tokens_per_hash
         self._chunk_blocks = cache.blocks_per_chunk
-        self._no_rows = (-1,) * groups
         self._chunks_per_step = chunks_per_step
-        self._below = below
+        # Stored by the last step: whole once every rank has come to the next one.
+        self._written: list[bytes] = []
+        self.now_s = 0.0  # the workload's own time, which eviction goes by
+        stack.clock = lambda: self.now_s
         self.stats = ReplicaStats()
 
     def steps(self, request: Request) -> Steps:
@@ -56,26 +65,38 @@ class Scheduler:
         if blocks > self._device.blocks:
             self.stats.rejected += 1
             return
+        self.now_s = request.arrival_s
         per_hash = self._hashes_per_block
         hashes = request.hashes[per_hash - 1 :: per_hash][:blocks]
         keys = hashes[self._chunk_blocks - 1 :: self._chunk_blocks]
         hit_max = min((request.prompt_tokens - 1) // self._block_tokens, len(hashes))
 
+        index = self._stack.index
+        if self._written and index.rows_free < 2 * len(keys) * index.groups:
+            # What the last request wrote could not be evicted yet, and something else would go.
+            yield from self._wait()
         block_ids = self._device.take_prefix(hashes[:hit_max])
         on_device = len(block_ids)
         first = on_device // self._chunk_blocks
-        wanted = keys[first : hit_max // self._chunk_blocks]
-        found = first + len(self._index.lookup(wanted))
-        load_end, tier = yield from self._promote(keys, found, first + len(wanted))
-        self._index.touch(keys[first:load_end])
+        load_end = first + (yield from self._find(keys, first, hit_max // self._chunk_blocks))
+        self._stack.touch(keys[:load_end], keys)
+        loading = self._stack.prepare_load(keys[first:load_end])
         block_ids += self._device.take_free(blocks - on_device)
+        storing = yield from self._rows_for(keys)
 
-        work = _RequestWork(self, hashes, keys, block_ids, on_device, load_end)
-        loaded_end = yield from self._run(work)
-        in_region = self._loaded_tokens(first, min(found, loaded_end), on_device)
-        in_all = self._loaded_tokens(first, loaded_end, on_device)
+        work = _RequestWork(
+            self._chunk_blocks,
+            (NO_ROW,) * index.groups,
+            hashes,
+            keys,
+            block_ids,
+            on_device,
+            load_end,
+            dict(zip(keys[first:load_end], zip(*loading.rows, strict=True), strict=True)),
+            storing,
+        )
+        yield from self._run(work, keys[first:load_end])
 
-        self._index.touch(keys)
         self._device.register(block_ids[: len(hashes)], hashes)
         self._device.give_back(block_ids)
         stats = self.stats
@@ -83,97 +104,118 @@ class Scheduler:
         stats.prompt_tokens += request.prompt_tokens
         stats.output_tokens += request.output_tokens
         stats.hit_tokens_device += on_device * self._block_tokens
-        stats.hit_tokens_shm += in_region
-        if tier is not None:
-            before = stats.hit_tokens_below.get(tier, 0)
-            stats.hit_tokens_below[tier] = before + in_all - in_region
+        for chunk in range(first, work.load_end):
+            cached = max(0, on_device - chunk * self._chunk_blocks)
+            tokens = (self._chunk_blocks - cached) * self._block_tokens
+            source = loading.sources.get(keys[chunk])
+            if source is None:
+                stats.hit_tokens_shm += tokens
+            else:
+                before = stats.hit_tokens_below.get(source, 0)
+                stats.hit_tokens_below[source] = before + tokens
 
-    def _loaded_tokens(self, first: int, end: int, on_device: int) -> int:
-        """Tokens of chunks `[first, end)` that the device did not have."""
-        if end <= first:
+    def _find(
+        self, keys: Sequence[bytes], first: int, end: int
+    ) -> Generator[list[ChunkWork], int, int]:
+        """How many chunks from `first` on are in the region, or have been brought there."""
+        if first >= end:
             return 0
-        return max(0, end * self._chunk_blocks - on_device) * self._block_tokens
+        parent = keys[first - 1] if first else None
+        while True:
+            found = self._stack.lookup(keys[first:end], first=first, parent=parent, keep=keys)
+            if not found.waits:
+                return found.hits
+            yield from self._wait()
 
-    def _promote(
-        self, keys: Sequence[bytes], start: int, end: int
-    ) -> Generator[list[ChunkWork], int, tuple[int, str | None]]:
-        """Bring the chunks from `start` on that a lower tier has into the region.
+    def _rows_for(self, keys: Sequence[bytes]) -> Generator[list[ChunkWork], int, Rows]:
+        """Rows for the request's chunks that the region does not have, waiting a little for those
+        that transfers hold. What there is no room for is not stored."""
+        rows: Rows = {}
+        until_s = time.monotonic() + ROOM_TIMEOUT_S
+        while True:
+            storing = self._stack.prepare_store(keys, keep=keys)
+            rows.update(zip(storing.keys, zip(*storing.rows, strict=True), strict=True))
+            waits = self._written or self._stack.busy
+            if not storing.short or not waits or time.monotonic() >= until_s:
+                self._stack.counters.skipped_stores += storing.short
+                return rows
+            yield from self._wait()
 
-        Returns the end of what is there now, and the name of the tier that it came from.
-        """
-        if self._below is None or start >= end:
-            return start, None
-        tier, count = self._below.find(keys[start:end])
-        if tier is None:
-            return start, None
-        # An empty step: when all ranks have passed it, none still writes to a row that may be
-        # evicted for what is about to be loaded.
-        yield []
-        pinned = frozenset(keys)
-        chunks = []
-        for key in keys[start : start + count]:
-            rows = self.rows_for(key, pinned)
-            if rows is None:
-                break
-            chunks.append(Chunk(key, rows))
-        done = self._below.load(tier, chunks) if chunks else 0
-        for chunk in chunks[done:]:
-            self._index.drop(chunk.key)
-        self._index.counters.promoted += done
-        return start + done, tier.name
+    def _wait(self) -> Generator[list[ChunkWork], int, None]:
+        """Let something change: what the last step wrote become whole, or a tier get further."""
+        if self._written:
+            # An empty step: when all ranks have come to it, they have ended the one before.
+            yield from self._step([])
+        else:
+            time.sleep(POLL_S)
+        self._stack.step()
 
-    def rows_for(self, key: bytes, pinned: Collection[bytes]) -> tuple[int, ...] | None:
-        """Rows for a new chunk, waiting a little for transfers where they hold all the others."""
-        rows = self._index.prepare_store(key, pinned)
-        while rows is None and self._below is not None and self._below.wait_for_rows():
-            rows = self._index.prepare_store(key, pinned)
-        return rows
-
-    def forget(self, key: bytes) -> None:
-        """A chunk of the region could not be used."""
-        self._index.drop(key)
-        self._index.counters.errors += 1
-
-    def _run(self, work: _RequestWork) -> Generator[list[ChunkWork], int, int]:
-        """Yield the request's steps; returns the end of the chunks that were really loaded."""
+    def _run(
+        self, work: _RequestWork, prepared: Sequence[bytes]
+    ) -> Generator[list[ChunkWork], int, None]:
+        """Yield the request's steps."""
+        unloaded = list(prepared)
         while step := list(islice(work, self._chunks_per_step)):
-            loading = [chunk for chunk in step if chunk.loads]
-            agreed = yield step
-            if agreed < len(loading):
-                work.failed(loading[agreed].key)
-        return work.load_end
+            loading = [chunk.key for chunk in step if chunk.loads]
+            agreed = yield from self._step(step)
+            # What it did not have to load, because the device had it all, is done with as well.
+            through = unloaded.index(loading[-1]) + 1 if loading else 0
+            done, unloaded = unloaded[:through], unloaded[through:]
+            failed = loading[agreed : agreed + 1]
+            if failed:
+                work.failed(failed[0])
+                done, unloaded = [*done, *unloaded], []
+            self._stack.complete_load(done, failed)
+            self._stack.step()
+        self._stack.complete_load(unloaded)
+
+    def _step(self, step: list[ChunkWork]) -> Generator[list[ChunkWork], int, int]:
+        written = [chunk.key for chunk in step if chunk.store]
+        agreed = yield step
+        # Every rank was in this step's collective, so it had ended the step before.
+        self.settle()
+        self._written = written
+        return agreed
+
+    def settle(self) -> None:
+        """All ranks have passed a collective since the last step: what it wrote is whole."""
+        written, self._written = self._written, []
+        if written:
+            self._stack.complete_store(written)
 
 
 class _RequestWork(Iterator[ChunkWork]):
-    """The chunks of one request on which there is something to do, decided one after the other."""
+    """The chunks of one request on which there is something to do, one after the other."""
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        chunk_blocks: int,
+        no_rows: tuple[int, ...],
         hashes: Sequence[bytes],
         keys: Sequence[bytes],
         block_ids: Sequence[int],
         on_device: int,
         load_end: int,
+        loading: Rows,
+        storing: Rows,
     ) -> None:
-        self._scheduler = scheduler
-        self._index = scheduler._index
+        self._size = chunk_blocks
+        self._no_rows = no_rows
         self._hashes = hashes
         self._keys = keys
-        self._pinned = frozenset(keys)
         self._block_ids = block_ids
         self._on_device = on_device
         self.load_end = load_end
-        self._storing = True
+        self._loading = loading
+        self._storing = storing
         self._chunk = 0
 
     def failed(self, key: bytes) -> None:
-        """This chunk could not be loaded everywhere: forget it, and compute from there on."""
+        """This chunk could not be loaded everywhere: compute from there on."""
         self.load_end = self._keys.index(key)
-        self._scheduler.forget(key)
 
     def __next__(self) -> ChunkWork:
-        size = self._scheduler._chunk_blocks
+        size = self._size
         while self._chunk * size < len(self._hashes):
             chunk = self._chunk
             self._chunk += 1
@@ -183,24 +225,18 @@ class _RequestWork(Iterator[ChunkWork]):
         raise StopIteration
 
     def _work(self, chunk: int, start: int, count: int) -> ChunkWork | None:
-        size = self._scheduler._chunk_blocks
+        size, loads = self._size, chunk < self.load_end
         actions = np.full(size, NOTHING, dtype=np.int64)
         cached = min(max(self._on_device - start, 0), count)
-        actions[cached:count] = LOAD if chunk < self.load_end else FILL
-        key, rows, store = bytes(32), self._scheduler._no_rows, False
+        actions[cached:count] = LOAD if loads else FILL
+        key, rows, store = bytes(32), self._no_rows, False
         if count == size:
             key = self._keys[chunk]
-            present = self._index.rows_of(key)
-            if present is not None:
-                rows = present
-            elif not self._storing:
-                self._index.counters.skipped_stores += 1
-            else:
-                new = self._scheduler.rows_for(key, self._pinned)
-                self._storing = store = new is not None
-                self._index.counters.stored += store
-                self._index.counters.skipped_stores += not store
-                rows = new or rows
+            store = key in self._storing
+            if store:
+                rows = self._storing[key]
+            elif loads:
+                rows = self._loading.get(key, rows)
         if cached == count and not store:
             return None
         ids = np.full(size, -1, dtype=np.int64)

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from orchestrator.clean import remove_leftovers
+from orchestrator.lower_tiers import disks
 from orchestrator.plan import Plan
 from orchestrator.rundir import RunDir
 from orchestrator.spawn.lifeline import adopt_orphans, bury_orphans
@@ -80,6 +81,7 @@ class TorchrunSpawner:
                     *(sys.executable, "-m", "orchestrator.spawn.zygote"),
                     *("--plan", str(self._run_dir.plan)),
                     *("--run-id", self._plan.run.run_id),
+                    *(f"--disk={path}" for path in disks(self._plan.settings)),
                     *("--launcher-pid", str(os.getpid())),
                     *("--start-method", "fork" if method == "auto" else method),
                     *("--replicas", ",".join(str(index) for index in sorted(self.running))),
@@ -109,7 +111,7 @@ class TorchrunSpawner:
             process.stdout.close()
         bury_orphans(self._is_of_this_run, _TRACKER_WAIT_S)
         adopt_orphans(False)
-        remove_leftovers(self._run_dir, self._plan.run.run_id)
+        remove_leftovers(self._run_dir, self._plan.run.run_id, disks(self._plan.settings))
 
     def _is_of_this_run(self, child: psutil.Process) -> bool:
         """Not every child that comes to us is of this run, least of all where we are pid 1.

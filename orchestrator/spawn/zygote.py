@@ -153,6 +153,7 @@ def main() -> None:
     parser.add_argument("--launcher-pid", type=int, required=True)
     parser.add_argument("--start-method", choices=("fork", "spawn"), required=True)
     parser.add_argument("--replicas", required=True, help="comma-separated data_parallel_index")
+    parser.add_argument("--disk", action="append", default=[], help="of the filesystem tier")
     args = parser.parse_args()
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     die_with_parent(args.launcher_pid, signal.SIGTERM)
@@ -171,7 +172,7 @@ def main() -> None:
         Zygote(args.plan, args.start_method, replicas).run()
     finally:
         bury_orphans(lambda _: True, TRACKER_WAIT_S)
-        remove_leftovers(run_dir, args.run_id)
+        remove_leftovers(run_dir, args.run_id, args.disk)
 
 
 if __name__ == "__main__":

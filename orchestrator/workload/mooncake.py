@@ -59,7 +59,10 @@ class MooncakeReader:
         offset: int = 0,
         on_bad_line: str = "error",
         cached_hashes: int = CACHED_HASHES,
+        partial_ids: bool = False,
     ) -> None:
+        """`partial_ids`: give hashes also for the last id, as if it filled up. No engine has those
+        hits; figures elsewhere are often counted so."""
         if problem := tokens_per_hash_problem(tokens_per_hash):
             raise WorkloadError(f"tokens_per_hash {problem}")
         if on_bad_line not in ON_BAD_LINE:
@@ -73,6 +76,7 @@ class MooncakeReader:
         self._requests = requests
         self._offset = offset
         self._on_bad_line = on_bad_line
+        self._partial_ids = partial_ids
         self._skipped = 0
         self._reasons: list[str] = []
         self._expander = _Expander(salt, tokens_per_hash, cached_hashes)
@@ -96,8 +100,9 @@ class MooncakeReader:
         for index, (arrival_s, record) in enumerate(self._records()):
             length, output = record.input_length, record.output_length
             if wanted(Request(index, arrival_s, length, output, ())):
-                full_ids = record.hash_ids[: length // MOONCAKE_TOKENS_PER_ID]
-                yield Request(index, arrival_s, length, output, expand(full_ids))
+                full = length // MOONCAKE_TOKENS_PER_ID
+                ids = record.hash_ids if self._partial_ids else record.hash_ids[:full]
+                yield Request(index, arrival_s, length, output, expand(ids))
 
     def _records(self) -> Iterator[tuple[float, TraceRecord]]:
         good = 0

@@ -12,11 +12,12 @@ import torch
 
 from backends.machine import host_identity
 from backends.region.region import Region
-from backends.stack import StackSettings, TierStack
+from backends.stack.settings import StackSettings
+from backends.stack.stack import TierStack
 from backends.tier.base import Tier, TierContext
 from orchestrator.engine.replica import Leader, follow, step_codec
 from orchestrator.engine.runner import WorkerRunner
-from orchestrator.engine.tiers import tier_context
+from orchestrator.engine.tiers import make_stack, tier_context
 from orchestrator.groups import ThreadGroups, find_identity
 from orchestrator.plan import Plan
 from orchestrator.regions import open_region
@@ -44,7 +45,7 @@ class Replica:
         plan: Plan,
         tamper: Tamper | None = None,
         below: OpenTiers | None = None,
-        stack_settings: StackSettings = StackSettings(),  # noqa: B008
+        stack_settings: StackSettings | None = None,
     ) -> None:
         self.plan = plan
         self.tamper = tamper
@@ -90,22 +91,20 @@ class Replica:
             )
             self.runners[rank] = runner
             if identity.leader:
-                if self.below is not None:
-                    tiers = self.below(tier_context(plan, 0, region))
-                    self.stack = TierStack(tiers, len(plan.groups), self.stack_settings)
-                self.leader = Leader(plan, runner, region, group, lambda _fields: None, self.stack)
+                tiers = [] if self.below is None else self.below(tier_context(plan, 0, region))
+                self.stack = make_stack(plan, region, tiers, self.stack_settings)
+                self.leader = Leader(plan, runner, self.stack, group, lambda _fields: None)
                 self.leader.serve(self._stream(region))
             else:
                 follow(runner, step_codec(plan), group)
             group.all_gather_json(None)
             if identity.leader:
                 assert self.leader is not None
+                assert self.stack is not None
                 self.leader.finish()
-                if self.stack is not None:
-                    assert self.stack.drain(30)
-                    self.stack.close()
+                assert self.stack.drain(30)
                 self.headers = region.row_headers().copy()
-                self.leader.close()
+                self.stack.close()
             runner.close()
 
     def _stream(self, region: Region) -> Iterator[Request]:

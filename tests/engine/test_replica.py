@@ -51,14 +51,17 @@ def test_every_loaded_byte_is_right_and_hits_are_those_of_the_model(
         plan.cache.blocks_per_chunk,
         plan.cache.tokens_per_hash,
         len(plan.groups),
+        plan.settings.tiers.stack.shm.eviction,
     )
     for request in replica.requests:
-        model.process(request.prompt_tokens, request.output_tokens, request.hashes)
+        model.process(
+            request.prompt_tokens, request.output_tokens, request.hashes, request.arrival_s
+        )
     expected = model.totals()
     assert replica.leader is not None
     assert replica.leader.stats.hit_tokens_device == expected.hit_tokens_device
     assert replica.leader.stats.hit_tokens_shm == expected.hit_tokens_region
-    assert replica.leader.index.counters.evictions == expected.evicted_chunks
+    assert replica.leader.stack.counters.evictions == expected.evicted_chunks
     assert expected.hit_tokens_region > 0
     assert expected.evicted_chunks > 0
 
@@ -77,7 +80,7 @@ def test_a_flipped_bit_in_one_ranks_slot_is_found_and_the_block_is_a_miss_for_al
     assert replica.runners[0].stats.blocks_wrong == 0
     assert replica.leader is not None
     assert healthy.leader is not None
-    assert replica.leader.index.counters.errors > 0
+    assert replica.leader.stack.counters.errors > 0
     assert replica.leader.stats.hit_tokens_shm < healthy.leader.stats.hit_tokens_shm
     assert replica.leader.stats.requests == healthy.leader.stats.requests
 
@@ -93,7 +96,7 @@ def test_a_row_whose_header_names_another_block_is_refused_before_it_is_copied(
     assert totals(replica)[1] == 0
     assert replica.runners[0].stats.refused_rows > 0
     assert replica.leader is not None
-    assert replica.leader.index.counters.errors > 0
+    assert replica.leader.stack.counters.errors > 0
 
 
 def test_when_all_is_done_every_used_row_is_marked_complete(tmp_path: Path) -> None:
@@ -101,7 +104,8 @@ def test_when_all_is_done_every_used_row_is_marked_complete(tmp_path: Path) -> N
     assert replica.leader is not None
     assert replica.headers is not None
     states = replica.headers[:, 12:16].copy().view(np.uint32).ravel()
-    used = {row for rows in replica.leader.index._rows.values() for row in rows}
+    index = replica.leader.stack.index
+    used = set(index.rows_of(list(index.ready_keys()), 0))
     assert used
     assert all(states[row] == 2 for row in used)
 

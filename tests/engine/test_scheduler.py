@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.config import CacheConfig
-from backends.primary import PrimaryIndex
+from backends.policy.registry import PolicyRegistry
+from backends.stack.stack import TierStack
 from orchestrator.engine.device_cache import DeviceCache
 from orchestrator.engine.scheduler import Scheduler
 from orchestrator.engine.step import FILL, LOAD, ChunkWork
@@ -48,18 +49,25 @@ def serve(scheduler: Scheduler, request: Request, agree: object = None) -> list[
             chunks = steps.send(agreed)
         except StopIteration:
             break
+    scheduler.settle()
     return done
 
 
 def make(
-    device: int, rows: int, tokens: int, chunk: int, per_hash: int, groups: int, per_step: int = 2
+    device: int,
+    rows: int,
+    tokens: int,
+    chunk: int,
+    per_hash: int,
+    groups: int,
+    per_step: int = 2,
+    eviction: str = "lru",
 ) -> Scheduler:
     return Scheduler(
         DeviceCache(device),
-        PrimaryIndex(rows, groups),
+        TierStack(rows, PolicyRegistry().open(eviction, rows // groups), groups=groups),
         CacheConfig(tokens_per_block=tokens, tokens_per_hash=per_hash, blocks_per_chunk=chunk),
         cp_size=1,
-        groups=groups,
         chunks_per_step=per_step,
     )
 
@@ -73,6 +81,7 @@ def make(
     hashes_per_block=st.sampled_from([1, 2]),
     chunk=st.integers(1, 4),
     per_step=st.integers(1, 3),
+    eviction=st.sampled_from(PolicyRegistry().names()),
 )
 def test_counts_what_an_independent_model_of_the_caches_counts(
     seed: int,
@@ -82,17 +91,20 @@ def test_counts_what_an_independent_model_of_the_caches_counts(
     hashes_per_block: int,
     chunk: int,
     per_step: int,
+    eviction: str,
 ) -> None:
     rng, per_hash = random.Random(seed), 4
     tokens = per_hash * hashes_per_block
     rows = chunks * groups + rng.randrange(groups)
-    scheduler = make(device, rows, tokens, chunk, per_hash, groups, per_step)
-    model = ReplicaCacheModel(device, rows, tokens, chunk, per_hash, groups)
+    scheduler = make(device, rows, tokens, chunk, per_hash, groups, per_step, eviction)
+    model = ReplicaCacheModel(device, rows, tokens, chunk, per_hash, groups, eviction)
     for index in range(60):
         request = make_request(rng, index, per_hash)
         serve(scheduler, request)
-        model.process(request.prompt_tokens, request.output_tokens, request.hashes)
-    expected, counters = model.totals(), scheduler._index.counters
+        model.process(
+            request.prompt_tokens, request.output_tokens, request.hashes, request.arrival_s
+        )
+    expected, counters = model.totals(), scheduler._stack.counters
     assert scheduler.stats.rejected == expected.rejected
     assert scheduler.stats.requests == expected.requests
     assert scheduler.stats.prompt_tokens == expected.prompt_tokens
@@ -100,7 +112,7 @@ def test_counts_what_an_independent_model_of_the_caches_counts(
     assert scheduler.stats.hit_tokens_shm == expected.hit_tokens_region
     assert counters.stored == expected.stored_chunks
     assert counters.evictions == expected.evicted_chunks
-    assert counters.skipped_stores == expected.skipped_stores
+    assert counters.skipped_stores + counters.refused == expected.skipped_stores
 
 
 @settings(max_examples=100, deadline=None)
@@ -154,11 +166,11 @@ def test_a_chunk_that_one_rank_could_not_load_counts_as_a_miss_and_is_stored_aga
     serve(scheduler, other)  # pushes the first one off the device
     serve(scheduler, first, agree=lambda loads: 0)
     assert scheduler.stats.hit_tokens_shm == 0
-    assert scheduler._index.counters.errors == 1
+    assert scheduler._stack.counters.errors == 1
     serve(scheduler, other)
-    stored = scheduler._index.counters.stored
+    stored = scheduler._stack.counters.stored
     serve(scheduler, first)
-    assert scheduler._index.counters.stored == stored + 1
+    assert scheduler._stack.counters.stored == stored + 1
 
 
 def test_a_request_larger_than_the_device_cache_is_rejected_and_changes_nothing() -> None:
@@ -166,7 +178,7 @@ def test_a_request_larger_than_the_device_cache_is_rejected_and_changes_nothing(
     assert serve(scheduler, Request(0, 0.0, 17, 0, chain([1, 1, 1, 1]))) == []
     assert scheduler.stats.rejected == 1
     assert scheduler.stats.prompt_tokens == 0
-    assert scheduler._index.rows_used == 0
+    assert scheduler._stack.index.rows_used == 0
 
 
 def test_taking_more_blocks_than_are_free_is_refused() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.stack import StackSettings
+from backends.stack.settings import StackSettings
 from backends.testing import (
     Fault,
     FaultKind,
@@ -35,6 +35,14 @@ def below(replica: Replica) -> int:
     return replica.leader.stats.hit_tokens_below.get("memory", 0)
 
 
+def assert_nothing_held(replica: Replica) -> None:
+    """Every row is either free or holds a block that may be evicted."""
+    assert replica.stack is not None
+    index = replica.stack.index
+    assert (index.pinned, index.rows_leaving) == (0, 0)
+    assert index.rows_free + index.rows_used == index.rows_total
+
+
 @pytest.mark.parametrize("groups", ["one", "two"])
 def test_what_the_region_evicted_comes_back_from_below_and_is_right(
     groups: str, tmp_path: Path
@@ -51,9 +59,9 @@ def test_what_the_region_evicted_comes_back_from_below_and_is_right(
     assert replica.leader is not None
     assert without.leader is not None
     assert replica.leader.stats.hit_tokens > without.leader.stats.hit_tokens
+    assert_nothing_held(replica)
     assert replica.stack is not None
-    assert replica.stack.held_rows == {}
-    counters = replica.stack.counters["memory"]
+    counters = replica.stack.tier_counters["memory"]
     assert counters.errors == 0
     assert counters.hits * plan.region.tokens_per_row >= below(replica)
 
@@ -95,8 +103,7 @@ def test_a_slow_tier_is_waited_for_and_everything_is_right(tmp_path: Path) -> No
 
     replica = Replica(plan_for(tmp_path, *TIGHT), below=open_tiers)
     assert totals(replica)[1] == 0
-    assert replica.stack is not None
-    assert replica.stack.held_rows == {}
+    assert_nothing_held(replica)
 
 
 @pytest.mark.parametrize("kind", list(FaultKind))
@@ -110,5 +117,4 @@ def test_no_fault_of_a_tier_makes_a_wrong_byte(kind: FaultKind, tmp_path: Path) 
     assert totals(replica)[1] == 0
     assert replica.leader is not None
     assert replica.leader.stats.requests == 60
-    assert replica.stack is not None
-    assert replica.stack.held_rows == {}
+    assert_nothing_held(replica)

@@ -1,8 +1,9 @@
 """An independent, simple model of the caches of one replica.
 
 The engine is tested against it: for the same requests in the same order both must count the same
-hits, stores and evictions. It knows no tensors, no processes and no time, it shares no code with
-the engine, and it is written to be read, not to be fast.
+hits, stores and evictions. It knows no tensors, no processes and no clock, and it is written to
+be read, not to be fast. It shares no code with the engine but the eviction policy, which is tested
+for itself.
 
 Units
     A block is `tokens_per_block` tokens of the sequence, a chunk `blocks_per_chunk` blocks. The
@@ -23,14 +24,14 @@ A request of P prompt and O output tokens needs N = ceil((P + O) / tokens_per_bl
  3. Device: the leading blocks that the device cache holds are hits, and are taken.
  4. Region: from the chunk that the first other block lies in, consecutive chunks that the region
     holds, each wholly within the limit of 2. Their blocks beyond the device hits are region
-    hits. These chunks are touched from last to first.
+    hits. The request's chunks up to the end of these are told to the policy as used.
  5. The other blocks are allocated from the free list, from its head. What they held is gone.
  6. All N blocks are then filled. Each known block can from now on be found by its hash, unless
     another block already is, which then stays the one.
- 7. Store: each known chunk that the region does not hold gets a row, in order. Where none is
-    free, the least recent chunk goes that is not a chunk of this request. Where there is none of
-    those, this chunk and all the request's later missing ones are skipped. Then all of the
-    request's chunks in the region are touched from last to first: the first is the most recent.
+ 7. Store: each known chunk that the region does not hold gets a row, in order. For those that
+    find none free, the policy is asked how many of them are worth it, and then for victims, none
+    of them a chunk of this request, all at once; the last ones for which none is left are
+    skipped. The policy is then told of each unbroken run of new chunks, with the chunk before it.
  8. The N blocks are freed, the last one first: found-by-hash ones to the tail of the free list,
     the others to its head.
 """
@@ -39,6 +40,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, fields
+
+from backends.policy.registry import PolicyRegistry
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class ReplicaCacheModel:
         blocks_per_chunk: int,
         tokens_per_hash: int,
         groups: int = 1,
+        eviction: str = "lru",
     ) -> None:
         assert tokens_per_block % tokens_per_hash == 0
         self.device_blocks = device_blocks
@@ -82,8 +86,9 @@ class ReplicaCacheModel:
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(device_blocks))
         self.hash_of_block: dict[int, bytes] = {}
         self.block_of_hash: dict[bytes, int] = {}
-        # Chunk keys in the region, the least recent first.
-        self.region: OrderedDict[bytes, None] = OrderedDict()
+        self.region: set[bytes] = set()
+        self.policy = PolicyRegistry().open(eviction, max(1, self.region_chunks))
+        self.now_s = 0.0
         self._totals = HitRecord()
 
     def totals(self) -> HitRecord:
@@ -91,10 +96,15 @@ class ReplicaCacheModel:
         return self._totals
 
     def process(
-        self, prompt_tokens: int, output_tokens: int, hashes: tuple[bytes, ...]
+        self,
+        prompt_tokens: int,
+        output_tokens: int,
+        hashes: tuple[bytes, ...],
+        now_s: float = 0.0,
     ) -> HitRecord:
-        """One request, from lookup to free. Returns what it counted."""
+        """One request, from lookup to free, at the workload's own time. Returns what it counted."""
         assert prompt_tokens >= 1
+        self.now_s = now_s
         record = self._process(prompt_tokens, output_tokens, hashes)
         self._totals = self._totals + record
         return record
@@ -149,8 +159,7 @@ class ReplicaCacheModel:
             and chunk_keys[end] in self.region
         ):
             end += 1
-        for key in reversed(chunk_keys[start:end]):
-            self.region.move_to_end(key)
+        self.policy.touch(chunk_keys[:end], self.now_s)
         return max(0, end * self.blocks_per_chunk - device_hits)
 
     def _allocate(self) -> int:
@@ -166,21 +175,27 @@ class ReplicaCacheModel:
                 self.hash_of_block[block] = block_hash
 
     def _store(self, chunk_keys: list[bytes]) -> tuple[int, int, int]:
-        stored = evicted = 0
-        missing = [key for key in chunk_keys if key not in self.region]
-        for key in missing:
-            if len(self.region) == self.region_chunks:
-                victim = next((k for k in self.region if k not in chunk_keys), None)
-                if victim is None:
-                    break
-                del self.region[victim]
-                evicted += 1
-            self.region[key] = None
-            stored += 1
-        for key in reversed(chunk_keys):
-            if key in self.region:
-                self.region.move_to_end(key)
-        return stored, evicted, len(missing) - stored
+        missing = all_missing = [key for key in chunk_keys if key not in self.region]
+        room = self.region_chunks - len(self.region)
+        if len(missing) > room:
+            at = chunk_keys.index(missing[0])
+            before = chunk_keys[at - 1] if at else None
+            missing = missing[: self.policy.admit(missing, room, self.now_s, at, before)]
+        short = max(0, len(self.region) + len(missing) - self.region_chunks)
+        victims = self.policy.victims(short, set(chunk_keys)) if short else []
+        self.region.difference_update(victims)
+        new = missing[: self.region_chunks - len(self.region)]
+        self.region.update(new)
+        run: list[bytes] = []
+        for at, key in enumerate([*chunk_keys, None]):
+            if key in new:
+                run.append(key)
+            elif run:
+                start = at - len(run)
+                before = chunk_keys[start - 1] if start else None
+                self.policy.insert(run, self.now_s, start, before)
+                run = []
+        return len(new), len(victims), len(all_missing) - len(new)
 
     def _free(self, blocks: list[int]) -> None:
         for block in reversed(blocks):

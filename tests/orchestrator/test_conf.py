@@ -29,6 +29,8 @@ NEEDS = {
     ("model", "hf"): [f"model.hf_config={REPO}/tests/data/hf/llama_3_1_8b.json"],
     ("workload", "trace"): ["workload.path=/some/trace.jsonl"],
     ("tier", "fs"): ["tiers=shm_fs"],
+    ("tier", "object"): ["tiers=shm_object"],
+    ("tier", "s3"): ["tiers=shm_fs_s3"],
 }
 
 
@@ -45,7 +47,9 @@ def test_there_is_an_option_in_every_group() -> None:
     [found for found in OPTIONS if found[0] not in ("experiment", "parallel", "model")],
 )
 def test_every_option_composes(group: str, option: str) -> None:
-    at = f"{group}@tiers.stack.{option}" if group == "tier" else group
+    # A bucket is another option of the tier that keeps objects.
+    name = "object" if option == "s3" else option
+    at = f"{group}@tiers.stack.{name}" if group == "tier" else group
     compose_config(f"{at}={option}", *NEEDS.get((group, option), []))
 
 

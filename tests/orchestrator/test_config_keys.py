@@ -8,9 +8,12 @@ import re
 import typing
 from typing import Any
 
+from backends.tier.registry import TierRegistry
+from orchestrator.lower_tiers import PRIMARY
 from orchestrator.model import KvGroupConf
 from orchestrator.overrides import schema_fields
-from orchestrator.values import CHOICES, RANGES, SIZES, leaves
+from orchestrator.schema import StackConf
+from orchestrator.values import ADDRESSES, CHOICES, RANGES, SIZES, leaves
 from tests.kit import REPO, compose_config
 
 GOLDEN = REPO / "tests" / "golden" / "config_keys.txt"
@@ -44,18 +47,36 @@ def test_the_configuration_is_what_users_rely_on() -> None:
 
 def test_every_checked_key_is_a_key() -> None:
     keys = {key for key, _ in leaves()}
-    assert {*CHOICES, *SIZES, *RANGES} <= keys
+    assert {*CHOICES, *SIZES, *RANGES, *ADDRESSES} <= keys
 
 
 def test_every_choice_and_number_has_a_check() -> None:
     """A new key is not forgotten: text is free only where it is listed here."""
-    free_text = {"workload.salt", "workload.path"}
-    elsewhere = ("model.", "workload.", "clean.", "parallel.nodes", "tiers.stack.fs.")
+    free_text = {"workload.salt", "workload.path", "tiers.stack.shm.eviction", "events.topic"}
+    elsewhere = ("model.", "workload.", "clean.", "parallel.nodes")
+    elsewhere += ("tiers.stack.fs.", "tiers.stack.object.", "tiers.edges.")
     for key, hint in schema_fields().items():
         if dataclasses.is_dataclass(hint) or key.startswith(elsewhere) or key in free_text:
             continue
         is_list_or_flag = hint is bool or "list" in str(hint)
-        assert is_list_or_flag or key in {*CHOICES, *SIZES, *RANGES}, f"{key} is checked nowhere"
+        checked = {*CHOICES, *SIZES, *RANGES, *ADDRESSES}
+        assert is_list_or_flag or key in checked, f"{key} is checked nowhere"
+
+
+def test_everything_that_a_lower_tier_can_be_told_is_a_key_with_the_same_default() -> None:
+    for name, conf in typing.get_type_hints(StackConf).items():
+        if name == PRIMARY:
+            continue
+        entry = TierRegistry().find(name)
+        given = dataclasses.asdict(conf())
+        keys = [field.name for field in dataclasses.fields(entry.settings_type)]
+        assert list(given) == keys, f"tiers.stack.{name}"
+        required = {
+            field.name: given[field.name]
+            for field in dataclasses.fields(entry.settings_type)
+            if field.default is field.default_factory is dataclasses.MISSING
+        }
+        assert entry.settings(given) == entry.settings(required), f"tiers.stack.{name}"
 
 
 if __name__ == "__main__":

@@ -27,10 +27,13 @@ def model_of(plan: Plan, index: int) -> HitRecord:
         plan.cache.blocks_per_chunk,
         plan.cache.tokens_per_hash,
         len(plan.groups),
+        plan.settings.tiers.stack.shm.eviction,
     )
     spec = workload_spec(plan.settings.workload, plan.cache)
     for request in stream_for_replica(spec, plan.topology.data_parallel_size, index):
-        model.process(request.prompt_tokens, request.output_tokens, request.hashes)
+        model.process(
+            request.prompt_tokens, request.output_tokens, request.hashes, request.arrival_s
+        )
     return model.totals()
 
 

@@ -108,11 +108,10 @@ OPTIONS = [
     row("experiment/nope=1", told=["experiment/nope", "did you mean 'experiment'?"]),
 ]
 TO_COME = [
-    row("tiers=shm_object", told=["tiers is 'shm_object'", NOT_YET]),
-    row("tiers.order=[shm,object]", told=["tiers.order is 'object'", NOT_YET]),
+    row("tiers=shm_objects", told=["tiers is 'shm_objects'", "did you mean 'shm_object'?"]),
+    row("tiers.order=[shm,objects]", told=["tiers.order is 'objects'", "did you mean 'object'?"]),
     row("tiers.order=[fs]", told=["tiers.order is ['fs']", "begin with 'shm'"]),
-    row("tiers.stack.object.url=[x]", told=["tiers.stack.object.url is '[x]'", NOT_YET]),
-    row("+tier@tiers.stack.object=object", told=["tier is 'object'", NOT_YET]),
+    row("tiers.stack.object.url=[x]", told=["tiers.stack.object.url is '[x]'", "must be text"]),
     row("tiers=shm_fs", "tiers.stack.fs.paths=[]", told=["tiers.stack.fs", "paths is empty"]),
     row("tiers=shm_fs", "tiers.stack.fs.paths=[/proc/version/x]", told=["not a directory"]),
     row(
@@ -122,11 +121,23 @@ TO_COME = [
     row("tiers=shm_fs", "tiers.stack.fs.durability=ful", told=["durability is 'ful'", "'full'"]),
     row("tiers=shm_fs", "tiers.stack.fs.high_watermark=2", told=["watermarks"]),
     row("tiers=shm_fs", "tiers.stack.fs.path=[a]", told=["tiers.stack.fs.paths"]),
+    row("tiers=shm_fs", "tiers.stack.fs.retry_s=nan", told=["retry_s is nan", "must be between"]),
+    row("tiers=shm_fs", "tiers.stack.fs.retry_s=60", told=["retry_s is 60", "retry_most_s 30"]),
+    row("tiers.stack.fs.affinity=kvcache", told=["affinity is 'kvcache'", "{KEY:VALUE}"]),
+    row("tiers.stack.fs.affinity={a:b}", told=["affinity is '{a:b}'", "each KEY a whole number"]),
+    row("+tiers.stack.fs.affinity.0=b", told=["affinity.0", "set tiers.stack.fs.affinity={KEY:"]),
+    row("tiers=shm_fs", "tiers.stack.fs.affinity={1:elsewhere}", told=["not among paths"]),
+    row(
+        *("tiers=shm_fs", "tiers.stack.fs.affinity={2:kvcache}"),
+        told=["tiers.stack.fs.affinity.2 is 'kvcache'", "data_parallel_rank_local is 0 to 1"],
+    ),
     row("spawn=ray", told=["spawn is 'ray'", NOT_YET]),
     row("spawn.kind=ray", told=["spawn.kind is 'ray'", NOT_YET]),
     row("spawn.scope=node", told=["spawn.scope is 'node'", NOT_YET]),
-    row("engine=vllm", told=["engine is 'vllm'", NOT_YET]),
-    row("engine.kind=vllm", told=["engine.kind is 'vllm'", NOT_YET]),
+    row("engine=vllm", told=["engine.model must be the directory of a model"]),
+    row("engine=vllm", "engine.model=nowhere", told=["engine.model is", "with a config.json"]),
+    row("engine.model=m", told=["engine.model is", "the reference engine has no model"]),
+    row("action=export", told=["action is 'export'", "add engine=vllm"]),
     row("action=doctor", told=["action is 'doctor'", NOT_YET]),
     row("spawn.nnodes=2", told=["spawn.nnodes is 2", "is not there yet", "action=plan"]),
 ]
@@ -158,7 +169,7 @@ TYPES = [
     row("engine.copy_threads=${engine.copy_threads}", told=["engine.copy_threads", "Recursive"]),
 ]
 VALUES = [
-    row("action=rum", told=["action is 'rum'", "run, plan, clean", "did you mean 'run'?"]),
+    row("action=rum", told=["action is 'rum'", "run, plan, simulate", "did you mean 'run'?"]),
     row("view=loud", told=["view is 'loud'", "auto, plain, quiet"]),
     row("region.backing=hugetlb", told=["region.backing is 'hugetlb'", "memfd, shm"]),
     row("region.huge_pages=yes", told=["region.huge_pages is 'yes'", "off, try, require"]),
@@ -172,7 +183,14 @@ VALUES = [
     row("engine.copy_kernel=cuda", told=["engine.copy_kernel is 'cuda'", "engine.device=cpu"]),
     row("spawn.start_method=forkserver", told=["spawn.start_method", "auto, fork, spawn"]),
     row("spawn.on_failure=ignore", told=["spawn.on_failure is 'ignore'", "stop, continue"]),
-    row("tiers.stack.shm.eviction=arc", told=["tiers.stack.shm.eviction is 'arc'", "lru"]),
+    row("tiers.stack.shm.eviction=lrux", told=["tiers.stack.shm.eviction is 'lrux'", "'lru'"]),
+    row("tiers.load_from=nearest", told=["tiers.load_from is 'nearest'", "recompute_if_slower"]),
+    row("tiers.promotion_share=0.0", told=["tiers.promotion_share", "0 < promotion_share <= 1"]),
+    row("tiers.edges.fs=write_thru", told=["tiers.edges.fs is 'write_thru'", "'write_through'"]),
+    row(
+        *("tiers=shm_fs_object", "tiers.edges.object=write_on_evict"),
+        told=["tiers.edges", "does not tell what it is about to evict"],
+    ),
     row("tiers.order=[]", told=["tiers.order is []", "must begin with 'shm'"]),
     row("tiers.order=[shm,shm]", told=["tiers.order", "names a tier twice"]),
     row("tiers.order=[dram]", told=["tiers.order is 'dram'", "is not a tier"]),
@@ -419,7 +437,7 @@ def test_unknown_keys_wrong_types_and_wrong_values_are_told_together(
 ) -> None:
     typed = (
         *("region.sizee=1GiB", "foo=1", "region.size=8gigs", "parallel.tensor_parallel_size=two"),
-        *("engine=vllm", "model=nope", "action=rum", "tiers.order=[shm,object]", "a=[", "~spawn"),
+        *("engine=vlm", "model=nope", "action=rum", "tiers.order=[shm,objects]", "a=[", "~spawn"),
     )
     found = refusal(typed, tmp_path)
     assert [problem.key for problem in found.problems] == [

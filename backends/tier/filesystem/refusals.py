@@ -24,6 +24,9 @@ class Refusals:
         if self._until_s:
             self._until_s.pop(block_id, None)
 
+    def __len__(self) -> int:
+        return len(self._until_s)
+
     def __contains__(self, block_id: int) -> bool:
         until_s = self._until_s.get(block_id) if self._until_s else None
         if until_s is None:

@@ -102,6 +102,10 @@ class Space:
             "older can be evicted"
         )
 
+    def needs_spares(self) -> bool:
+        """Whether every block needs a spare file now, and few are left."""
+        return time.monotonic() < self._full_until_s and self.spares.run_low()
+
     def _take_spare(self) -> str | None:
         spare = self.spares.take()
         if spare is not None:

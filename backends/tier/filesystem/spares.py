@@ -13,6 +13,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from typing import Final
+
+# Where the capacity allows spares, so many are made at a time.
+AHEAD: Final = 16
 
 
 class Spares:
@@ -35,6 +39,10 @@ class Spares:
         with self._lock:
             self._taken_s = time.monotonic()
             return self._names.popleft() if self._names else None
+
+    def run_low(self) -> bool:
+        """Whether those that are left are few, and more may be made before they are used up."""
+        return len(self._names) <= min(AHEAD, self.most - AHEAD)
 
     def idle_s(self) -> float:
         """How long nobody has asked for one."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Final
 
 from backends import block
 from backends.tier.base import Bytes, Outcome
@@ -17,8 +16,6 @@ from backends.tier.filesystem.room import NoRoom, NotCounted, Room
 from backends.tier.index import Index
 from backends.tier.jobs import Jobs, Task
 from backends.tier.probes import Probes
-
-_SKIPPED: Final = {"dedup_skips": 1}
 
 
 class _Elsewhere(Exception):
@@ -51,7 +48,6 @@ class Storing:
         self._refusals = refusals
         self._counters = counters
         self._order = order
-        self._written = {"stored": 1, "stored_bytes": row_bytes, "written_never_read": 1}
         self._lanes: Sequence[Lane] = ()
 
     def begin(self, lanes: Sequence[Lane]) -> None:
@@ -73,7 +69,7 @@ class Storing:
             self._store_failed(lane, task, error)
         else:
             if file is None:
-                self._stored(lane, task, 0)
+                self._skipped(lane, task)
             else:
                 lane.commits.add((task, file))
 
@@ -122,12 +118,13 @@ class Storing:
             for task, _ in batch:
                 self._store_failed(lane, task, error)
             return
+        self._stored(
+            lane, [file[0] for file, wrong in zip(batch, results, strict=True) if not wrong]
+        )
         for (task, _), wrong in zip(batch, results, strict=True):
-            if wrong is None:
-                self._stored(lane, task, self._row_bytes)
-            elif isinstance(wrong, FileExistsError):
+            if isinstance(wrong, FileExistsError):
                 self._lost_race(lane, task)
-            else:
+            elif wrong is not None:
                 self._store_failed(lane, task, wrong)
 
     def _lost_race(self, lane: Lane, task: Task) -> None:
@@ -138,24 +135,57 @@ class Storing:
             self._store_failed(lane, task, error)
             return
         if there:
-            self._stored(lane, task, 0)
+            self._skipped(lane, task)
         else:
             self._jobs.put_back(task)
             lane.pool.add([task], loads=False)
 
-    def _stored(self, lane: Lane, task: Task, moved_bytes: int) -> None:
-        lane.volume.stores.succeeded(task.began_s)
-        self._counters.add_all(self._written if moved_bytes else _SKIPPED)
-        self._index.add(
-            *(task.block_id, task.key, 0, lane.volume.number, task.used_ns),
-            written=moved_bytes > 0,
-            shown=moved_bytes > 0,
+    def _stored(self, lane: Lane, tasks: list[Task]) -> None:
+        """Blocks that have got their names."""
+        if not tasks:
+            return
+        volume, count = lane.volume, len(tasks)
+        volume.stores.succeeded(max(task.began_s for task in tasks))
+        self._counters.add_all(
+            {
+                "stored": count,
+                "stored_bytes": count * self._row_bytes,
+                "written_never_read": count,
+            }
         )
-        self._probes.present(task.block_id)
-        self._refusals.end(task.block_id)
-        self._end_store(lane, task, Outcome.DONE, "", moved_bytes)
-        if lane.volume.ledger.cached.bytes > lane.high_bytes:
+        self._index.add_written(
+            [(task.block_id, task.key, task.used_ns) for task in tasks], 0, volume.number
+        )
+        self._known(tasks)
+        waited = [lane.turns.ended(task) for task in tasks]
+        self._jobs.end_all(tasks, Outcome.DONE, self._row_bytes)
+        for followers in waited:
+            self._end_followers(followers)
+        spares = volume.space.spares
+        if len(spares) <= spares.most // 2 and volume.ledger.cached.bytes > lane.high_bytes:
             lane.keeper.kick()
+        self._evict_ahead(lane, tasks[0].used_ns)
+
+    def _evict_ahead(self, lane: Lane, before_ns: int) -> None:
+        """While others write, so that they do not wait for it all at once when they need it."""
+        # Among several paths each block finds out by itself which of them has the oldest one.
+        if len(self._lanes) == 1 and lane.volume.space.needs_spares():
+            # What fails here fails again where it is needed.
+            with contextlib.suppress(OSError):
+                lane.evictor.make_room(self._row_bytes, before_ns, spare=True)
+
+    def _skipped(self, lane: Lane, task: Task) -> None:
+        """A block that is there already."""
+        lane.volume.stores.succeeded(task.began_s)
+        self._counters.add("dedup_skips")
+        self._index.add(task.block_id, task.key, 0, lane.volume.number, task.used_ns)
+        self._known([task])
+        self._end_store(lane, task, Outcome.DONE, "")
+
+    def _known(self, tasks: list[Task]) -> None:
+        self._probes.present([task.block_id for task in tasks])
+        for task in tasks:
+            self._refusals.end(task.block_id)
 
     def _store_failed(self, lane: Lane, task: Task, error: Exception) -> None:
         """One key's trouble is its outcome; a path's trouble is the path's too."""
@@ -180,11 +210,9 @@ class Storing:
         else:
             self._end_store(lane, task, Outcome.SHED, f"{volume.path}: {words(error)}")
 
-    def _end_store(
-        self, lane: Lane, task: Task, outcome: Outcome, reason: str, moved_bytes: int = 0
-    ) -> None:
+    def _end_store(self, lane: Lane, task: Task, outcome: Outcome, reason: str) -> None:
         self.go_on(lane, task, outcome)
-        self._jobs.end(task, outcome, reason, moved_bytes)
+        self._jobs.end(task, outcome, reason)
 
     def _look_elsewhere(self, lane: Lane, task: Task) -> None:
         """A path is full. Raises _Elsewhere if another has room, or has the oldest block of all.
@@ -216,9 +244,12 @@ class Storing:
     def go_on(self, lane: Lane, task: Task, outcome: Outcome) -> None:
         """Stores of the same key have waited for this one."""
         followers = lane.turns.ended(task)
-        if outcome is not Outcome.DONE:
+        if outcome is Outcome.DONE:
+            self._end_followers(followers)
+        else:
             lane.store(followers)
-            return
+
+    def _end_followers(self, followers: list[Task]) -> None:
         for follower in followers:
             if not self._jobs.begin(follower):
                 continue

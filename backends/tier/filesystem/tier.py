@@ -118,9 +118,7 @@ class FilesystemTier(Tier):
     def lookup(self, keys: Sequence[BlockKey]) -> Sequence[Lookup]:
         if self._closed:
             return [Lookup.MISS] * len(keys)
-        usable = [lane.why_not(loads=True) is None for lane in self._lanes]
-        used_ns = self._used_ns(len(keys))
-        answers = [self._lookup(key, used_ns - i, usable) for i, key in enumerate(keys)]
+        answers = self._lookup(keys)
         self._counters.add_all({"lookups": len(keys), "hits": answers.count(Lookup.HIT)})
         return answers
 
@@ -137,11 +135,17 @@ class FilesystemTier(Tier):
         over = max(0, self._jobs.loads - self._settings.queue_blocks)
         for task in tasks[len(tasks) - over :]:
             self._jobs.end(task, Outcome.SHED, f"{self._jobs.loads} loads wait already")
+        tasks = tasks[: len(tasks) - over]
+        if not tasks:
+            return
+        volumes = self._index.use_all([task.block_id for task in tasks], tasks[0].used_ns)
         queues: dict[int, list[Task]] = {}
-        for task in tasks[: len(tasks) - over]:
-            volume = self._index.use(task.block_id, task.used_ns)
-            number = self._order(task.block_id)[0] if volume is None else volume
-            queues.setdefault(number, []).append(task)
+        if len(self._lanes) == 1:
+            queues[0] = tasks
+        else:
+            for task, volume in zip(tasks, volumes, strict=True):
+                number = self._order(task.block_id)[0] if volume is None else volume
+                queues.setdefault(number, []).append(task)
         for number, queue in queues.items():
             why_not = self._lanes[number].why_not(loads=True)
             if why_not is None:
@@ -154,9 +158,7 @@ class FilesystemTier(Tier):
         return self._jobs.poll()
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        used_ns = self._used_ns(len(keys))
-        for i, key in enumerate(keys):
-            self._index.use(self._namespace.block_id(key), used_ns - i)
+        self._index.use_all(self._namespace.block_ids(keys), self._used_ns(len(keys)))
 
     def usage(self) -> Usage:
         totals = [lane.volume.ledger.cached for lane in self._lanes if lane.volume.is_open]
@@ -216,13 +218,22 @@ class FilesystemTier(Tier):
             for lane in self._lanes
         ]
 
-    def _lookup(self, key: BlockKey, used_ns: int, usable: list[bool]) -> Lookup:
-        block_id = self._namespace.block_id(key)
-        if block_id in self._refusals:
-            return Lookup.MISS
-        volume = self._index.use(block_id, used_ns)
-        if volume is not None:
-            return Lookup.HIT if usable[volume] else Lookup.MISS
+    def _lookup(self, keys: Sequence[BlockKey]) -> list[Lookup]:
+        ids = self._namespace.block_ids(keys)
+        volumes = self._index.use_all(ids, self._used_ns(len(ids)))
+        answers: list[Lookup] = []
+        here = [Lookup.MISS if lane.why_not(loads=True) else Lookup.HIT for lane in self._lanes]
+        for i, volume in enumerate(volumes):
+            if self._refusals and ids[i] in self._refusals:
+                answers.append(Lookup.MISS)
+            elif volume is not None:
+                answers.append(here[volume])
+            else:
+                answers.append(self._look_for(ids[i], keys[i]))
+        return answers
+
+    def _look_for(self, block_id: int, key: BlockKey) -> Lookup:
+        """What is known of a key that is not in the index."""
         since_s = self._jobs.storing_since_s(block_id)
         if since_s is not None:
             return Lookup.PENDING if time.monotonic() - since_s < _PENDING_S else Lookup.MISS
@@ -233,12 +244,15 @@ class FilesystemTier(Tier):
     def _submit(self, job: Job, *, is_load: bool) -> list[Task]:
         if self._closed:
             raise TierError(f"tier {self.name} is closed and takes no job {job.job_id}")
-        ids = [self._namespace.block_id(key) for key in job.keys]
+        ids = self._namespace.block_ids(job.keys)
         return self._jobs.submit(job, ids, self._used_ns(len(ids)), is_load=is_load).tasks
 
     def _route(self, tasks: list[Task]) -> None:
         """Send stores to their paths; those for which there is none now are SHED."""
         refusals = [lane.why_not(loads=False) for lane in self._lanes]
+        if len(self._lanes) == 1 and refusals[0] is None:
+            self._lanes[0].store(tasks)
+            return
         queues: dict[int, list[Task]] = {}
         for task in tasks:
             order = self._order(task.block_id)
@@ -280,14 +294,16 @@ class FilesystemTier(Tier):
     # What the lanes' threads do.
 
     def _run(self, lane: Lane, task: Task) -> None:
-        if not self._jobs.begin(task):
-            if not task.state.is_load:
-                self._storing.go_on(lane, task, Outcome.LATE)
-            return
-        if task.state.is_load:
-            self._loading.load(lane, task)
-        else:
-            self._storing.store(lane, task)
+        try:
+            if not self._jobs.begin(task):
+                if not task.state.is_load:
+                    self._storing.go_on(lane, task, Outcome.LATE)
+            elif task.state.is_load:
+                self._loading.load(lane, task)
+            else:
+                self._storing.store(lane, task)
+        finally:
+            lane.commits.settle()
 
     def _probed(self, number: int, block_id: int, key: BlockKey, there: bool) -> None:
         self._counters.add("probes")
@@ -379,7 +395,12 @@ class FilesystemTier(Tier):
                 ),
                 counted=lambda: lane.turns.wake(),
             ),
-            commits=GroupCommit(lambda batch: self._storing.publish(lane, batch)),
+            commits=GroupCommit(
+                lambda batch: self._storing.publish(lane, batch),
+                # A finished file takes room that nobody can evict until it has its name.
+                few=max(1, min(pool.store_threads, volume.space.spares.most)),
+                more=pool.stores_wait,
+            ),
             high_bytes=int(settings.high_watermark * volume.quota_bytes),
             stuck_s=settings.stuck_s,
         )

@@ -440,7 +440,7 @@ class ObjectTier(Tier):
         else:
             self._counters.add("dedup_skips")
         self._index.add(task.block_id, task.key, 0, 0, task.used_ns, written=written)
-        self._probes.present(task.block_id)
+        self._probes.present([task.block_id])
         self._unusable.pop(task.block_id, None)
         self._end_store(task, Outcome.DONE, "", self._row_bytes if written else 0)
 

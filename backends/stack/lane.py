@@ -1,0 +1,132 @@
+"""One tier as the stack sees it: its jobs, what was measured of it, what was counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from backends.block import BlockKey
+from backends.stack.counters import TierCounters
+from backends.stack.measure import Breaker, LoadCost, StoreRate
+from backends.stack.observer import Observer
+from backends.stack.settings import StackSettings
+from backends.stack.unread import Unread
+from backends.tier.base import Job, JobResult, Outcome, Tier
+
+
+@dataclass(slots=True)
+class Flight:
+    """A job under way, and the stack's number for it."""
+
+    job_id: int
+    blocks: tuple[BlockKey, ...]
+    rows: tuple[int, ...]
+    is_load: bool
+    began_s: float
+
+
+class Lane:
+    """A tier, and what is on its way to and from it."""
+
+    def __init__(
+        self,
+        number: int,
+        tier: Tier,
+        settings: StackSettings,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        self.number = number
+        self.tier = tier
+        self.name = tier.name
+        self.edge = settings.edge(number)
+        self.counters = TierCounters()
+        self.unread: Unread[BlockKey] = Unread()
+        self._observers = observers
+        self.cost = LoadCost()
+        self.store_rate = StoreRate()
+        self.breaker = Breaker(
+            settings.breaker_failures, settings.breaker_retry_s, settings.breaker_retry_most_s
+        )
+        self.flights: dict[int, Flight] = {}
+        self.storing_blocks = 0
+        self.open = True
+        self.remeasure_at_s = 0.0
+        self._next_id = 0
+        # Until when the time in which it had loads, and stores, is counted.
+        self._counted_s = {True: 0.0, False: 0.0}
+
+    def submit(
+        self,
+        blocks: Sequence[BlockKey],
+        rows: Sequence[int],
+        *,
+        is_load: bool,
+        now_s: float,
+        deadline_s: float,
+    ) -> int:
+        """Give the tier a job; its number here. Raises TierError where the tier is closed."""
+        job_id, self._next_id = self._next_id, self._next_id + 1
+        flight = Flight(job_id, tuple(blocks), tuple(rows), is_load, now_s)
+        job = Job(job_id, flight.blocks, flight.rows, deadline_s)
+        (self.tier.submit_load if is_load else self.tier.submit_store)(job)
+        self.flights[job_id] = flight
+        if not is_load:
+            self.storing_blocks += len(blocks)
+        return job_id
+
+    def poll(self, now_s: float) -> list[tuple[Flight, JobResult]]:
+        """Jobs that ended since the last call, counted."""
+        ended = []
+        for result in self.tier.poll():
+            flight = self.flights.pop(result.job_id)
+            self._count(flight, result, now_s)
+            ended.append((flight, result))
+        return ended
+
+    def _count(self, flight: Flight, result: JobResult, now_s: float) -> None:
+        counters, is_load = self.counters, flight.is_load
+        counters.misfortunes(result)
+        ended_s = flight.began_s + result.seconds
+        busy_s = max(0.0, ended_s - max(flight.began_s, self._counted_s[is_load]))
+        self._counted_s[is_load] = max(ended_s, self._counted_s[is_load])
+        # A tier that finds nothing, or damage, or has no room, works; one that cannot say does not.
+        worked = any(o not in (Outcome.LATE, Outcome.FAILED) for o in result.outcomes)
+        self.breaker.ended(now_s, worked=worked or not result.outcomes)
+        if is_load:
+            counters.load_s += busy_s
+            counters.load_latency.add(result.seconds)
+            counters.load_job_s += result.seconds
+            self.unread.read(_ended(flight, result, Outcome.DONE))
+            self._tell_lost(_ended(flight, result, Outcome.MISSING, Outcome.CORRUPT))
+            counters.loaded_bytes += result.bytes_moved
+            if result.bytes_moved:
+                self.cost.add(result.bytes_moved, result.seconds)
+        else:
+            counters.store_s += busy_s
+            counters.stored_bytes += result.bytes_moved
+            self.storing_blocks -= len(flight.blocks)
+            self.store_rate.add(result.outcomes.count(Outcome.DONE), busy_s)
+            stored = _ended(flight, result, Outcome.DONE)
+            self.unread.written(stored)
+            for observer in self._observers:
+                for group, keys in by_group(stored).items():
+                    observer.stored(self.name, group, keys)
+
+    def _tell_lost(self, blocks: Sequence[BlockKey]) -> None:
+        """The tier turned out not to have these, or not whole."""
+        for observer in self._observers:
+            for group, keys in by_group(blocks).items():
+                observer.removed(self.name, group, keys)
+
+
+def _ended(flight: Flight, result: JobResult, *how: Outcome) -> list[BlockKey]:
+    ended = zip(flight.blocks, result.outcomes, strict=True)
+    return [block for block, outcome in ended if outcome in how]
+
+
+def by_group(blocks: Iterable[BlockKey]) -> dict[int, list[bytes]]:
+    """Hashes by KV-cache group, in their order."""
+    found: dict[int, list[bytes]] = {}
+    for block in blocks:
+        found.setdefault(block.group, []).append(block.hash)
+    return found

@@ -1,0 +1,29 @@
+"""Who is told what a stack does: a base class that listens to nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+PRIMARY: Final = "shm"  # the region's name, where the tiers under it have theirs
+
+
+class Observer:
+    """Called by the stack's one thread, in the middle of its verbs: it must neither wait nor raise.
+
+    `tier` is a tier's name, PRIMARY for the region. A key stands for a whole entry's block of one
+    KV-cache group. The same may be told twice, and what was there before the stack was opened, or
+    what another process does to a tier that is shared, is not told at all.
+    """
+
+    def admitted(self, keys: Sequence[bytes], parent: bytes | None) -> None:
+        """Some of a run of one sequence are about to come into the region, `parent` before it."""
+
+    def stored(self, tier: str, group: int, keys: Sequence[bytes]) -> None:
+        """These are whole in a tier now: computed, brought in from below, or written there."""
+
+    def removed(self, tier: str, group: int, keys: Sequence[bytes]) -> None:
+        """These were in a tier, and are not any more."""
+
+    def stepped(self) -> None:
+        """The stack has taken in what there was: once or more an engine step."""
