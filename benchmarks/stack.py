@@ -6,8 +6,8 @@ A batch is one request's run of 64 blocks, a region has 20,480 rows. `store` fil
 `store, evicting` goes on when it is full, `lookup` and `load` find everything. Each verb's time is
 for preparing and completing. Keys are made anew for every phase, as another request's would be, so
 that their hashes are not known beforehand. Every figure is the median batch of the best of several
-rounds, ours and vLLM's by turns. Nothing is copied, and there is no tier below; a line of its own says what writing
-the rows' headers adds, which is what tiers need.
+rounds, ours and vLLM's by turns. Nothing is copied, and there is no tier below; a line of its own
+says what writing the rows' headers adds, which is what tiers need.
 
 Where vLLM is installed, its CPUOffloadingManager runs beside ours.
 """

@@ -85,8 +85,11 @@ def show(console: Console, found: dict[str, Any]) -> None:
     )
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("chunks", justify="right")
-    table.add_column("policy")
-    for name in ("hit tokens", "hits", "first half", "second half", "x LRU", "gap to Belady"):
+    widest = max(len(row["policy"]) for row in found["results"])
+    table.add_column("policy", no_wrap=True, min_width=widest)
+    most = max(row["hit_tokens"] for row in found["results"])
+    table.add_column("hit tokens", justify="right", no_wrap=True, min_width=len(f"{most:,}"))
+    for name in ("hits", "first half", "second half", "x LRU", "gap to Belady"):
         table.add_column(name, justify="right")
     table.add_column("evicted", justify="right")
     table.add_column("seconds", justify="right")
