@@ -12,6 +12,9 @@ first store nothing is there: every block makes its file. fio makes a file for e
 load        with O_DIRECT, or where the disk has none, after the page cache has dropped the files.
             fio reads its file in order, likewise.
 
+Virtual disks often let a burst through after a pause, and hold what follows to a rate. So every
+step begins after the same pause: fio needs it to start, and the tier waits as long.
+
 fio runs with io_uring, or with threads where that is not allowed, and as many requests at a time
 as the tier has threads that store, or load. All blocks are checked as they are loaded, and some of
 them byte for byte. Leader CPU is the thread time of the calls that an engine's step makes.
@@ -55,6 +58,7 @@ from benchmarks._blocks import in_turn, make_rows, payload, put_header
 from benchmarks._report import Cell, Report, make_parser, publish
 
 BATCH = 16
+REST_S = 0.2
 SIZES = {"2MiB": 2 << 20, "256KiB": 256 << 10}
 NO_FIO = (
     "fio is not installed, so nothing is compared with it: apt-get install fio, dnf install fio, "
@@ -75,6 +79,7 @@ class Driver:
 
     def __init__(self, rows: RowBuffer, settings: FilesystemSettings) -> None:
         self.rows = rows
+        self.rest: Callable[[], None] = lambda: time.sleep(REST_S)
         self.tier = FilesystemTier(make_context(rows), settings)
         if not self.tier.wait_until_known(30, scanned=True):
             raise SystemExit(f"the tier does not get ready on {settings.paths[0]}")
@@ -113,6 +118,7 @@ class Driver:
 
     def _run(self, submit: Callable[[Job], None], keys: Sequence[BlockKey]) -> Timed:
         rows = tuple(range(len(keys)))
+        self.rest()
         start_s, cpu_s = time.perf_counter(), time.thread_time()
         for begin in range(0, len(keys), BATCH):
             self._jobs += 1
@@ -139,9 +145,14 @@ class Fio:
         directory.mkdir()
         self._direct = direct
         self._engine = ["--ioengine=io_uring"]
+        self._start_s = 0.0
         self.missing = None if shutil.which("fio") else NO_FIO
         if self.missing is None and self._run("read", 1 << 20, 1 << 20, 1, ["--size=1m"]) is None:
             self._engine = ["--ioengine=psync", "--thread"]
+
+    def rest(self) -> None:
+        """Leave the disk alone for as long as fio does before it begins."""
+        time.sleep(REST_S + self._start_s)
 
     @property
     def engine(self) -> str:
@@ -182,6 +193,8 @@ class Fio:
             *(f"--numjobs={jobs}", f"--offset_increment={size}", "--group_reporting"),
             *("--invalidate=1", "--end_fsync=0", *self._engine, *options),
         ]
+        time.sleep(REST_S)
+        began_s = time.perf_counter()
         done = subprocess.run(
             command, cwd=self.directory, capture_output=True, text=True, timeout=120, check=False
         )
@@ -191,7 +204,10 @@ class Fio:
             return None
         if done.returncode or job["error"]:
             return None
-        return float(job[how]["io_bytes"] / (job[how]["runtime"] / 1000))
+        runtime_s = job[how]["runtime"] / 1000
+        # It ends as soon as it has written; nearly all that is left is its start.
+        self._start_s = max(0.0, time.perf_counter() - began_s - runtime_s)
+        return float(job[how]["io_bytes"] / runtime_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +277,7 @@ def _measure_size(
     out.notes.append(f"{block}: {reason}")
     fio = Fio(options.directory / f"fio-{block}", reason.startswith("direct"))
     out.notes.append(f"{block}: {fio.missing or f'fio runs with {fio.engine}'}")
+    driver.rest = unchecked.rest = fio.rest
     writers, readers = store_threads_of(options.threads), options.threads
     row_bytes = rows.row_bytes
     nbytes = count * row_bytes

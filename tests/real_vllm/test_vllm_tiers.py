@@ -27,7 +27,7 @@ from vllm.v1.kv_offload.tiering.manager import (
     TieringOffloadingManager,
 )
 
-from tests.vllm.kit import block_files, plain_config
+from tests.real_vllm.kit import block_files, plain_config
 
 pytestmark = pytest.mark.vllm
 

@@ -44,7 +44,7 @@ from backends.vllm.interface import VllmMismatch, check_interface
 from backends.vllm.manager import StackManager
 from backends.vllm.spec import find_deployment
 from backends.vllm.worker import RegionWorker, RowsSpec
-from tests.vllm.kit import make_plan, plain_config
+from tests.real_vllm.kit import make_plan, plain_config
 
 pytestmark = pytest.mark.vllm
 

@@ -132,7 +132,13 @@ class Engine:
         with open(log, "ab") as errors:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "tests.vllm.engine_process", str(plan), str(index)),
+                    *(
+                        sys.executable,
+                        "-m",
+                        "tests.real_vllm.engine_process",
+                        str(plan),
+                        str(index),
+                    ),
                     "offload" if offload else "bare",
                 ],
                 cwd=ROOT,

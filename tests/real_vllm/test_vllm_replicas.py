@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.vllm.kit import Answer, Engine, block_files, make_plan, prompts
+from tests.real_vllm.kit import Answer, Engine, block_files, make_plan, prompts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.multiproc, pytest.mark.slow, pytest.mark.timeout(1500)]
 

@@ -18,7 +18,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model that needs no weights: `load_format=dummy`."""
-    from tests.vllm.kit import save_tiny
+    from tests.real_vllm.kit import save_tiny
 
     return save_tiny(tmp_path_factory.mktemp("tiny"))
 
@@ -26,6 +26,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2-135M-Instruct."""
-    from tests.vllm.kit import save_smollm2
+    from tests.real_vllm.kit import save_smollm2
 
     return save_smollm2(tmp_path_factory.mktemp("smollm2"))

@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.vllm.kit import ROOT, block_files, environment, launch
+from tests.real_vllm.kit import ROOT, block_files, environment, launch
 
 pytestmark = [pytest.mark.vllm, pytest.mark.multiproc, pytest.mark.slow, pytest.mark.timeout(1500)]
 
