@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 
 import pytest
 
@@ -15,6 +16,7 @@ from backends.testing.suite.base import OpenBench, SuiteBase, needs
 from backends.tier.base import Job, Lookup, Outcome
 
 DONE = Outcome.DONE
+SETTLE_S = 5.0
 
 
 class LifecycleTests(SuiteBase):
@@ -70,6 +72,12 @@ class LifecycleTests(SuiteBase):
     def test_a_closed_tier_leaves_no_thread_and_no_open_file(self, open_bench: OpenBench) -> None:
         keys = make_keys("leaks", 4)
 
+        def count() -> tuple[int, int]:
+            return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+        def is_more(now: tuple[int, int], then: tuple[int, int]) -> bool:
+            return now[0] > then[0] or now[1] > then[1]
+
         def cycle() -> tuple[int, int]:
             bench = open_bench()
             bench.store(keys)
@@ -77,11 +85,16 @@ class LifecycleTests(SuiteBase):
             bench.submit_load(keys)
             bench.close()
             gc.collect()
-            return threading.active_count(), len(os.listdir("/proc/self/fd"))
+            return count()
 
         # The first times may make what a library keeps for the whole process.
         before = [cycle() for _ in range(2)][-1]
         after = [cycle() for _ in range(4)][-1]
-        assert all(now <= then for now, then in zip(after, before, strict=True)), (
+        # A network client may close its connections a moment after it was given up.
+        until_s = time.monotonic() + SETTLE_S
+        while is_more(after, before) and time.monotonic() < until_s:
+            time.sleep(0.02)
+            after = count()
+        assert not is_more(after, before), (
             f"threads and open files were {before} and are {after} after four more times"
         )
