@@ -209,7 +209,8 @@ def test_a_full_disk_sheds_stores_until_there_is_room(small_disk: SmallDisk) -> 
         # A cache gives way: what it evicts makes room for as much, and for no more.
         outcomes = bench.store(make_keys("more", 16))
         assert set(outcomes) <= {DONE, SHED}
-        assert len(block_files(disk)) <= 8
+        # A file of the tier's own that is written anew may leave room for one more.
+        assert len(block_files(disk)) <= 9
         left = [key for key in there if bench.is_hit(key)]
         assert set(bench.load(left)) <= {DONE, MISSING}
         filler.unlink()

@@ -11,7 +11,6 @@ from backends.tier.counters import Counters
 from backends.tier.filesystem import naming
 from backends.tier.filesystem.removal import Victim
 from backends.tier.filesystem.room import Room
-from backends.tier.filesystem.spares import AHEAD
 from backends.tier.filesystem.volume import Volume
 from backends.tier.index import Candidate, Index
 from backends.tier.spaces import Namespaces
@@ -61,7 +60,7 @@ class Evictor:
             if not spare:
                 self._evict(need_bytes, before_ns, done, spare=False)
                 return Room.MADE if done.freed_bytes else Room.NONE
-            count = max(-(-need_bytes // self._row_bytes), min(AHEAD, spares.most))
+            count = max(-(-need_bytes // self._row_bytes), spares.ahead(ledger.cached.blocks))
             ledger.add_spares(count * self._row_bytes)
             try:
                 self._evict(count * self._row_bytes, before_ns, done, spare=True)

@@ -104,7 +104,8 @@ class Space:
 
     def needs_spares(self) -> bool:
         """Whether every block needs a spare file now, and few are left."""
-        return time.monotonic() < self._full_until_s and self.spares.run_low()
+        blocks = self._ledger.cached.blocks
+        return time.monotonic() < self._full_until_s and self.spares.run_low(blocks)
 
     def _take_spare(self) -> str | None:
         spare = self.spares.take()

@@ -17,6 +17,8 @@ from typing import Final
 
 # Where the capacity allows spares, so many are made at a time.
 AHEAD: Final = 16
+# Spares are never more than one in so many of the blocks that there are, or can be.
+SHARE: Final = 16
 
 
 class Spares:
@@ -40,9 +42,14 @@ class Spares:
             self._taken_s = time.monotonic()
             return self._names.popleft() if self._names else None
 
-    def run_low(self) -> bool:
+    def ahead(self, blocks: int) -> int:
+        """How many may be made at a time where so many blocks stand: a small part of them, since
+        on a full disk there may be far fewer than the capacity lets expect."""
+        return min(AHEAD, self.most, blocks // SHARE)
+
+    def run_low(self, blocks: int) -> bool:
         """Whether those that are left are few, and more may be made before they are used up."""
-        return len(self._names) <= min(AHEAD, self.most - AHEAD)
+        return len(self._names) <= min(self.ahead(blocks), self.most - AHEAD, blocks // SHARE - 1)
 
     def idle_s(self) -> float:
         """How long nobody has asked for one."""

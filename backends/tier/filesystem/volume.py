@@ -20,14 +20,13 @@ from backends.tier.filesystem.quarantine import Quarantine
 from backends.tier.filesystem.removal import Remover
 from backends.tier.filesystem.room import NotCounted, Space
 from backends.tier.filesystem.settings import FilesystemSettings
-from backends.tier.filesystem.spares import Spares
+from backends.tier.filesystem.spares import SHARE, Spares
 from backends.tier.filesystem.writer import Writer, parse_writer
 from backends.tier.health import Breaker
 
 _LOAD_FAILURES: Final = 3
 # Spare files, and the part of the capacity that they may take.
 _SPARES: Final = 64
-_SPARES_SHARE: Final = 16
 _FOREIGN_AGE_S: Final = 3600.0
 
 
@@ -53,7 +52,7 @@ class Volume:
         self.ledger = Ledger(self.place)
         quarantine_bytes = settings.quarantine_limit_bytes // len(settings.paths)
         self.quarantine = Quarantine(self.place, self.ledger, quarantine_bytes)
-        spares = Spares(min(_SPARES, self.quota_bytes // form.row_bytes // _SPARES_SHARE))
+        spares = Spares(min(_SPARES, self.quota_bytes // form.row_bytes // SHARE))
         self.space = Space(self.place, self.ledger, form.row_bytes, self.limit_bytes, spares)
         self._leaves = Leaves(self.place, form.namespace.name)
         self.blocks = BlockFiles(
