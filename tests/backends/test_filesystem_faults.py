@@ -68,11 +68,14 @@ class SmallDisk:
 
     def free_bytes(self) -> int:
         if self.io is not None:
-            held = 0
-            for file in files_below(self.path):
-                with contextlib.suppress(FileNotFoundError):
-                    held += file.lstat().st_blocks * 512
-            return max(0, SMALL_BYTES - held)
+            # By inode, and twice: one walk misses a file that is renamed to where it has been.
+            held = {}
+            for _ in range(2):
+                for file in files_below(self.path):
+                    with contextlib.suppress(FileNotFoundError):
+                        found = file.lstat()
+                        held[found.st_ino] = found.st_blocks * 512
+            return max(0, SMALL_BYTES - sum(held.values()))
         disk = os.statvfs(self.path)
         return disk.f_bavail * disk.f_frsize
 
@@ -209,8 +212,7 @@ def test_a_full_disk_sheds_stores_until_there_is_room(small_disk: SmallDisk) -> 
         # A cache gives way: what it evicts makes room for as much, and for no more.
         outcomes = bench.store(make_keys("more", 16))
         assert set(outcomes) <= {DONE, SHED}
-        # A file of the tier's own that is written anew may leave room for one more.
-        assert len(block_files(disk)) <= 9
+        assert len(block_files(disk)) <= 8
         left = [key for key in there if bench.is_hit(key)]
         assert set(bench.load(left)) <= {DONE, MISSING}
         filler.unlink()
