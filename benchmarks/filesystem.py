@@ -6,14 +6,16 @@ Every round stores new blocks, loads them, and has fio write and read as much, i
 a moment after each other; a ratio is the median over the rounds' own ratios. Many short rounds, so
 that a disk whose speed drifts, or stops for a moment, does not decide it.
 
-store       the tier is full: every block drives out an old one. fio overwrites a file that is laid
-            out, which is the best that it can do.
+store       the tier is full: every block drives out an old one. fio overwrites a large file that is
+            laid out, which is the best that it can do.
 first store nothing is there: every block makes its file. fio makes a file for each block, too.
 load        with O_DIRECT, or where the disk has none, after the page cache has dropped the files.
             fio reads its file in order, likewise.
 
 Virtual disks often let a burst through after a pause, and hold what follows to a rate. So every
-step begins after the same pause: fio needs it to start, and the tier waits as long.
+step begins after the same pause: fio needs it to start, and the tier waits as long. They cache,
+too, on the far side where nothing can be dropped. So fio goes round as many files as the tier has
+blocks for, and whatever is read was written by the same program as long ago, and never read before.
 
 fio runs with io_uring, or with threads where that is not allowed, and as many requests at a time
 as the tier has threads that store, or load. All blocks are checked as they are loaded, and some of
@@ -93,7 +95,7 @@ class Driver:
     def store(self, keys: Sequence[BlockKey]) -> Timed:
         for row, key in enumerate(keys):
             put_header(self.rows, row, key)
-        return self._run(self.tier.submit_store, keys)
+        return self._run(self.tier.submit_store, keys, range(len(keys)))
 
     def lookup(self, keys: Sequence[BlockKey]) -> float:
         """Microseconds of this thread for each key."""
@@ -104,26 +106,29 @@ class Driver:
             raise SystemExit("a block that was stored is not a hit")
         return cpu_s / len(keys) * 1e6
 
-    def load(self, keys: Sequence[BlockKey], path: Path) -> Timed:
+    def load(self, keys: Sequence[BlockKey], part: slice, path: Path) -> Timed:
+        """Load a part of what `store` was given, each block into the row that it came from."""
         for file in path.rglob("*.kvb"):
             with file.open("rb") as opened:
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        for row in range(len(keys)):
+        rows = range(len(keys))[part]
+        for row in rows:
             self.rows.row_view(row)[::HEADER_BYTES] = 0xEE
-        timed = self._run(self.tier.submit_load, keys)
-        for row in range(0, len(keys), max(1, len(keys) // 8)):
+        timed = self._run(self.tier.submit_load, keys[part], rows)
+        for row in rows[:: max(1, len(rows) // 8)]:
             if not np.array_equal(self.rows.row_view(row)[HEADER_BYTES:], payload(row, self.rows)):
                 raise SystemExit(f"block {row} came back wrong")
         return timed
 
-    def _run(self, submit: Callable[[Job], None], keys: Sequence[BlockKey]) -> Timed:
-        rows = tuple(range(len(keys)))
+    def _run(
+        self, submit: Callable[[Job], None], keys: Sequence[BlockKey], rows: Sequence[int]
+    ) -> Timed:
         self.rest()
         start_s, cpu_s = time.perf_counter(), time.thread_time()
         for begin in range(0, len(keys), BATCH):
             self._jobs += 1
             batch = slice(begin, begin + BATCH)
-            submit(Job(self._jobs, tuple(keys[batch]), rows[batch]))
+            submit(Job(self._jobs, tuple(keys[batch]), tuple(rows[batch])))
         cpu_s = time.thread_time() - cpu_s
         if not self.tier.drain(120):
             raise SystemExit("the tier did not finish in 120 s")
@@ -161,8 +166,11 @@ class Fio:
     def write(self, name: str, nbytes: int, block_bytes: int, depth: int) -> float | None:
         return self._run("write", nbytes, block_bytes, depth, [f"--filename={name}"])
 
-    def read(self, name: str, nbytes: int, block_bytes: int, depth: int) -> float | None:
-        return self._run("read", nbytes, block_bytes, depth, [f"--filename={name}"])
+    def read(
+        self, name: str, nbytes: int, block_bytes: int, depth: int, offset: int = 0
+    ) -> float | None:
+        options = [f"--filename={name}", f"--offset={offset}"]
+        return self._run("read", nbytes, block_bytes, depth, options)
 
     def write_files(self, name: str, count: int, block_bytes: int, depth: int) -> float | None:
         """A new file for each block, as the tier makes them."""
@@ -293,8 +301,10 @@ def _measure_size(
             lambda: speeds.append(fio.write_files(f"new{number}", count, row_bytes, writers)),  # noqa: B023
         )
     out.compare("first store", block, stores, speeds)
-    fio.write("data", nbytes, row_bytes, writers)
+    for number in range(options.first_rounds):
+        fio.write(f"data{number}", nbytes, row_bytes, writers)
     stores, speeds = [], []
+    half = count // 2
     loads: list[Timed] = []
     reads: list[float | None] = []
     plain: list[Timed] = []
@@ -302,17 +312,22 @@ def _measure_size(
     for number in range(options.rounds):
         progress.show(f"{block}: store and load, round {number + 1} of {options.rounds}")
         keys = make_keys(f"{block} round {number}", count)
+        data = f"data{number % options.first_rounds}"
         in_turn(
             number,
             lambda: stores.append(driver.store(keys)),  # noqa: B023
-            lambda: speeds.append(fio.write("data", nbytes, row_bytes, writers)),
+            lambda: speeds.append(fio.write(data, nbytes, row_bytes, writers)),  # noqa: B023
         )
         lookups_us.append(driver.lookup(keys))
+        halves = (slice(0, half), slice(half, 2 * half))
+        ours, bare = halves if number % 2 else halves[::-1]
         in_turn(
             number,
-            lambda: plain.append(unchecked.load(keys, path)),  # noqa: B023
-            lambda: loads.append(driver.load(keys, path)),  # noqa: B023
-            lambda: reads.append(fio.read("data", nbytes, row_bytes, readers)),
+            lambda: plain.append(unchecked.load(keys, bare, path)),  # noqa: B023
+            lambda: loads.append(driver.load(keys, ours, path)),  # noqa: B023
+            lambda: reads.append(
+                fio.read(data, half * row_bytes, row_bytes, readers, ours.start * row_bytes)  # noqa: B023
+            ),
         )
     out.compare("store", block, stores, speeds)
     out.compare("load", block, loads, reads)
@@ -476,8 +491,8 @@ def parse() -> argparse.Namespace:
 
 def check_space(options: Options) -> None:
     """Raises SystemExit if the disk has not enough room."""
-    # Of each size a tier, its files of fio, and fio's file; of the restart some 64 MiB.
-    needed = 2 * (2 * options.first_rounds + 1) * options.round_bytes + (256 << 20)
+    # Of each size a tier, and fio's small and large files; of the restart some 64 MiB.
+    needed = 2 * 3 * options.first_rounds * options.round_bytes + (256 << 20)
     free = shutil.disk_usage(options.directory).free
     if free < needed:
         raise SystemExit(
