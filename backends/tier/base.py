@@ -214,6 +214,14 @@ class Tier(ABC):
     def drain(self, timeout_s: float) -> bool:
         """Wait until every submitted job has ended (results stay for `poll`); False on time-out."""
 
+    def settle(self, timeout_s: float) -> bool:
+        """`drain`, and find out what others who share the storage have done until now. May wait.
+
+        For runs that are to come out the same each time: what is looked up next, and what goes to
+        make room, then follows from what was done before and not from when it is noticed.
+        """
+        return self.drain(timeout_s)
+
     @abstractmethod
     def close(self) -> None:
         """End all work and give everything back. May be called again. `poll` still works.

@@ -184,12 +184,15 @@ class Index:
             place = self._places.get(block_id)
             if place is None or (volume is not None and self._volumes[place] != volume):
                 return False
-            del self._places[block_id]
-            self._count(int(self._volumes[place]), -1)
-            self._flags[place] = 0
-            self._used_ns[place] = 0
-            self._free.append(place)
+            self._forget(block_id, place)
             return True
+
+    def _forget(self, block_id: int, place: int) -> None:
+        del self._places[block_id]
+        self._count(int(self._volumes[place]), -1)
+        self._flags[place] = 0
+        self._used_ns[place] = 0
+        self._free.append(place)
 
     # Many.
 
@@ -230,14 +233,17 @@ class Index:
         self._count(volume, count)
         return count
 
-    def forget_unseen(self, volume: int) -> int:
-        """Forget what neither a scan of this generation nor anybody since has seen there."""
+    def forget_unseen(self, volume: int, shard: int | None = None) -> int:
+        """Forget what neither a scan of this generation nor anybody since has seen there, of the
+        ids that begin with the byte `shard` (None: of all)."""
         end = self._end
         gone = (
             (self._flags[:end] & _LIVE != 0)
             & (self._volumes[:end] == volume)
             & (self._seen[:end] != self.generation)
         )
+        if shard is not None:
+            gone &= self._ids[:end] >> np.uint64(56) == shard
         return sum(self.remove(block_id, volume) for block_id in self._ids[:end][gone].tolist())
 
     def columns(self, namespace: int, volume: int) -> Columns:
@@ -268,11 +274,14 @@ class Index:
             return [self._candidate(place) for place in places.tolist()]
 
     def evicted(self, candidate: Candidate) -> None:
-        """Forget a candidate, unless it has been used since it was named: stored anew, maybe."""
+        """Forget a candidate that has gone, unless it has been stored anew since it was named.
+
+        A lookup that came in between makes it recent, and does not bring it back.
+        """
         with self._lock:
-            forget = self.still(candidate)
-        if forget:
-            self.remove(candidate.block_id)
+            place = self._places.get(candidate.block_id)
+            if place == candidate.place and self._shown_ns[place] <= candidate.used_ns:
+                self._forget(candidate.block_id, place)
 
     def still(self, candidate: Candidate) -> bool:
         """Whether a candidate has been neither used nor forgotten since it was named."""

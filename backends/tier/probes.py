@@ -73,6 +73,11 @@ class Probes:
         with self._lock:
             self._note_absent(block_id)
 
+    def forget_absent(self) -> None:
+        """Ask anew for what was not there."""
+        with self._lock:
+            self._absent.clear()
+
     def present(self, block_ids: Iterable[int]) -> None:
         """They are known to be there."""
         with self._lock:

@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filesystem_kit import (
@@ -30,6 +31,7 @@ from backends.block import HEADER_BYTES
 from backends.testing import FINGERPRINT, make_keys, stored_block
 from backends.tier.base import Lookup, Outcome
 from backends.tier.filesystem import naming
+from backends.tier.filesystem.volume import Volume
 
 DONE, SHED, MISSING = Outcome.DONE, Outcome.SHED, Outcome.MISSING
 OTHER = bytes(reversed(FINGERPRINT))
@@ -211,6 +213,54 @@ def test_a_process_learns_of_blocks_that_others_stored_before_it_evicts(disk: Pa
         for key in keys:
             ours.store([key])
         assert ours.lookup(keys) == [Lookup.HIT] * 12
+
+
+@pytest.mark.parametrize(("high", "low"), [(0.5, 0.25), (0.5, 0.5)])
+def test_the_watermarks_of_two_paths_are_one(tmp_path: Path, high: float, low: float) -> None:
+    """Also where one of them has much more than the other: no prefix goes before its extension."""
+    paths = (str(tmp_path / "a"), str(tmp_path / "b"))
+    settings = make_settings(
+        "unused", paths=paths, capacity=blocks(32), high_watermark=high, low_watermark=low
+    )
+    with Bench(settings) as bench:
+        here, there = [], []
+        for key in make_keys("uneven", 200):
+            (here if bench.fs._order(bench.fs._namespace.block_id(key))[0] else there).append(key)  # noqa: SLF001
+        chain = [*here[:9], *there[:3], *here[9:11], *there[3:5]]
+        assert bench.store(chain[:16]) == [DONE] * 16
+        time.sleep(0.3)
+        assert bench.lookup(chain) == [Lookup.HIT] * 16
+        assert bench.store(here[20:24]) == [DONE] * 4
+        bench.until(
+            lambda: bench.fs.usage().blocks == round(32 * low), "it is not evicted to its part"
+        )
+        hits = [answer is Lookup.HIT for answer in bench.lookup(chain)]
+        assert hits == [True] * (round(32 * low) - 4) + [False] * (20 - round(32 * low))
+
+
+def test_what_one_path_has_no_room_for_waits_until_another_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = (str(tmp_path / "a"), str(tmp_path / "b"))
+    settings = make_settings("unused", paths=paths, capacity=blocks(8))
+    ended_s = time.monotonic() + 0.3
+
+    def counted_late(told: Any) -> Any:
+        def asked(volume: Volume, *given: Any) -> Any:
+            return (volume.number == 0 or time.monotonic() > ended_s) and told(volume, *given)
+
+        return asked
+
+    for name in ("is_counted", "has_room"):
+        monkeypatch.setattr(Volume, name, counted_late(getattr(Volume, name)))
+    with Bench(settings) as bench:
+        keys = [
+            key
+            for key in make_keys("here", 100)
+            if bench.fs._order(bench.fs._namespace.block_id(key))[0] == 0  # noqa: SLF001
+        ]
+        assert bench.store(keys[:6]) == [DONE] * 6
+        assert bench.lookup(keys[:6]) == [Lookup.HIT] * 6
 
 
 @pytest.mark.parametrize("threads", [1, 4])

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, TypeAlias
 
 from backends.errors import TierError
 from backends.tier.counters import Counters
@@ -35,6 +35,9 @@ _UNKNOWN_SHARE: Final = 50
 # Stores that have paused for so long are over for now.
 _PAUSE_S: Final = 1.0
 _EVICT_STEP_BYTES: Final = 64 << 20
+_NEVER_NS: Final = 1 << 62
+
+_Paths: TypeAlias = Sequence[tuple[Volume, Evictor]]
 
 
 class Keeper:
@@ -60,9 +63,12 @@ class Keeper:
         self._settings = settings
         self._counters = counters
         self._counted = counted
+        self._others: _Paths = ()
         self.scanned = threading.Event()
         self.restored = threading.Event()
         self._kick = threading.Event()
+        self._settled = threading.Event()
+        self._settling = False
         self._stopped = False
         self._next_beat_s = self._next_sweep_s = self._next_scan_s = 0.0
         self._next_snapshot_s = time.monotonic() + settings.snapshot_interval_s
@@ -70,7 +76,9 @@ class Keeper:
         name = f"kvquay-fs-keeper-{volume.number}"
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
 
-    def start(self) -> None:
+    def start(self, others: _Paths = ()) -> None:
+        """`others`: the tier's other paths, with which this one is one cache."""
+        self._others = others
         self._thread.start()
 
     def kick(self) -> None:
@@ -80,6 +88,13 @@ class Keeper:
     def stop(self) -> None:
         self._stopped = True
         self._kick.set()
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until all that is on the path now is known; False where it could not be read."""
+        self._settled.clear()
+        self._settling = True
+        self.kick()
+        return self._settled.wait(timeout_s)
 
     def stopped(self) -> bool:
         return self._stopped
@@ -122,13 +137,16 @@ class Keeper:
             self._next_sweep_s = now_s + _SWEEP_S
         self._recount_for_the_dead()
         due = now_s >= self._next_scan_s and self._has_to_scan(totals)
-        if due or not totals.counted:
+        settling, self._settling = self._settling, False
+        if due or not totals.counted or (settling and not self.scanned.is_set()):
             self._scan()
             # A scan of millions takes its time, and is not to take all of it.
             took_s = time.monotonic() - now_s
             self._next_scan_s = now_s + max(_RESCAN_S, _RESCAN_SHARE * took_s)
         self._settle_debts()
         self._evict()
+        if settling and self.scanned.is_set() and self._scanner.look_again():
+            self._settled.set()
         if now_s >= self._next_snapshot_s:
             self._next_snapshot_s = now_s + self._settings.snapshot_interval_s
             self.save()
@@ -195,6 +213,9 @@ class Keeper:
 
         While stores go on, what they need is evicted ahead of them and no more, for they write over
         the files. What is above the high watermark, and when they pause all the rest, is deleted.
+
+        Several paths are one cache: what counts is what they hold together, and what goes is the
+        oldest of all. Only a disk that gives less than this path's part is this path's own matter.
         """
         volume, settings = self._volume, self._settings
         spares = volume.space.spares
@@ -205,30 +226,50 @@ class Keeper:
         if not totals.counted:
             return
         limit_bytes = volume.limit_bytes(totals)
+        disk_is_full = limit_bytes < volume.quota_bytes
+        paths = [(volume, self._evictor)]
+        if not disk_is_full:
+            paths += [
+                (other, evictor)
+                for other, evictor in self._others
+                if other.is_open and other.stores.closed()
+            ]
+            limit_bytes *= len(paths)
         high_bytes = int(settings.high_watermark * limit_bytes)
-        self._over = self._over or self._held_bytes() > high_bytes
+        self._over = self._over or _held_bytes(paths) > high_bytes
         if not self._over:
             return
         low_bytes = int(settings.low_watermark * limit_bytes)
-        disk_is_full = limit_bytes < volume.quota_bytes
         if not paused and not disk_is_full:
-            while len(spares) < spares.most and self._held_bytes() > low_bytes:
-                if not self._evict_some(1, spare=True):
+            while len(spares) < spares.most and _held_bytes(paths) > low_bytes:
+                if not self._evict_some(1, self._evictor, paths, spare=True):
                     break
         goal_bytes = low_bytes if paused or disk_is_full else high_bytes
-        while (over_bytes := self._held_bytes() - goal_bytes) > 0:
-            if not self._evict_some(min(over_bytes, _EVICT_STEP_BYTES), spare=False):
+        while (over_bytes := _held_bytes(paths) - goal_bytes) > 0:
+            evictor = min((evictor for _, evictor in paths), key=_oldest_ns)
+            if not self._evict_some(
+                min(over_bytes, _EVICT_STEP_BYTES), evictor, paths, spare=False
+            ):
                 break
-        self._over = self._held_bytes() > low_bytes
+        self._over = _held_bytes(paths) > low_bytes
 
-    def _held_bytes(self) -> int:
-        """What counts against the watermarks: not what is being written, and not spare files.
-
-        Those are reservations, and keep within the capacity on their own.
-        """
-        return self._volume.ledger.totals().bytes
-
-    def _evict_some(self, nbytes: int, *, spare: bool) -> bool:
+    def _evict_some(self, nbytes: int, evictor: Evictor, paths: _Paths, *, spare: bool) -> bool:
+        """Evict one path's blocks, as long as they are not newer than the others' oldest."""
         if self._stopped:
             return False
-        return self._evictor.make_room(nbytes, time.time_ns(), spare=spare) is Room.MADE
+        others = [_oldest_ns(other) + 1 for _, other in paths if other is not evictor]
+        before_ns = min([time.time_ns(), *others])
+        return evictor.make_room(nbytes, before_ns, spare=spare) is Room.MADE
+
+
+def _oldest_ns(evictor: Evictor) -> int:
+    oldest_ns = evictor.oldest_ns()
+    return _NEVER_NS if oldest_ns is None else oldest_ns
+
+
+def _held_bytes(paths: _Paths) -> int:
+    """What counts against the watermarks: not what is being written, and not spare files.
+
+    Those are reservations, and keep within the capacity on their own.
+    """
+    return sum(volume.ledger.totals().bytes for volume, _ in paths)

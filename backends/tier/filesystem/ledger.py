@@ -38,8 +38,7 @@ from backends.tier.filesystem.naming import LEDGER, SHARDS
 from backends.tier.filesystem.place import Place
 from backends.tier.filesystem.writer import Writer
 
-# A lease is at most so many blocks, and one part in so many of the room that is left.
-_LEASE_BLOCKS: Final = 16
+# A lease is at most one part in so many of the room that is left.
 _LEASE_SHARE: Final = 32
 _FOREIGN_SILENCE_S: Final = 60.0
 _LIVENESS_AGE_S: Final = 0.05
@@ -64,7 +63,9 @@ class Totals(NamedTuple):
 class Ledger:
     """One path's ledger, as one writer sees it. Threads may share it."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, lease_blocks: int) -> None:
+        """At most `lease_blocks` blocks more than are asked for are reserved at a time."""
+        self._lease_blocks = lease_blocks
         self.file = LedgerFile(place)
         self._writer = place.writer
         self._state = threading.Lock()
@@ -164,7 +165,7 @@ class Ledger:
                 return 0
             totals = self.totals()
             room = limit(totals) - totals.all_bytes - nbytes
-            lease = min(_LEASE_BLOCKS, max(0, room) // nbytes // _LEASE_SHARE) * nbytes
+            lease = min(self._lease_blocks, max(0, room) // nbytes // _LEASE_SHARE) * nbytes
             if room < 0:
                 with self._state:
                     self._write_slot()

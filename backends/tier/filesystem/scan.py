@@ -21,6 +21,7 @@ from backends.tier.index import Index
 from backends.tier.spaces import Namespaces
 
 _PAUSE_S: Final = 0.001
+_CLOCK_NS: Final = 50_000_000
 
 
 class Count(NamedTuple):
@@ -42,6 +43,7 @@ class Scanner:
         self._namespaces = namespaces
         self._row_bytes = row_bytes
         self._stopped = stopped
+        self._changed_ns: dict[str, int] = {}
 
     def scan(self) -> bool:
         """All of it; False if it was stopped, or if some of it could not be read.
@@ -65,6 +67,34 @@ class Scanner:
         if failed is not None and not self._volume.ledger.totals().counted:
             raise failed
         return failed is None
+
+    def look_again(self) -> bool:
+        """Only what has changed since it was last looked at here: directories with another mtime.
+
+        False if it was stopped. Raises OSError.
+        """
+        self._index.generation += 1
+        names = self._namespace_names()
+        for shard in range(naming.SHARDS):
+            if self._stopped():
+                return False
+            changed = [self._has_changed(f"{name}/{shard:02x}") for name in names]
+            if any(changed):
+                self.count(shard, names)
+                self._index.forget_unseen(self._volume.number, shard)
+        return True
+
+    def _has_changed(self, leaf: str) -> bool:
+        place, now_ns = self._volume.place, time.time_ns()
+        try:
+            changed_ns = place.io.stat(place.root, leaf).st_mtime_ns
+        except FileNotFoundError:
+            changed_ns = 0
+        before_ns = self._changed_ns.get(leaf)
+        # A filesystem's clock is coarse: what changes next may bear the same time as this.
+        settled = now_ns - changed_ns > _CLOCK_NS
+        self._changed_ns[leaf] = changed_ns if settled else -1
+        return changed_ns != before_ns
 
     def count(self, shard: int, names: list[str] | None = None, *, exactly: bool = False) -> None:
         """Enter one shard into the index and make the ledger agree with it. Raises OSError.

@@ -34,6 +34,8 @@ class FilesystemSettings:
     probe_interval_s: how long "not there" is believed before the disk is asked again.
     stagger_s: what each next replica in a key's order waits before it looks again and writes.
     touch_interval_s: how old the recency that others see, in a file's atime, may become.
+    spare_files: the most files of evicted blocks that are kept to be written over; 0: none.
+    lease_blocks: the most blocks whose room a writer reserves before it needs it; 0: none.
     snapshot_interval_s: time between snapshots of the index, besides the one at close.
     retry_s, retry_most_s: first and longest pause after a path has failed.
     stuck_s: a path with a call that has not come back for so long is not used.
@@ -57,6 +59,8 @@ class FilesystemSettings:
     probe_interval_s: float = 1.0
     stagger_s: float = 0.05
     touch_interval_s: float = 60.0
+    spare_files: int = 64
+    lease_blocks: int = 16
     snapshot_interval_s: float = 300.0
     retry_s: float = 0.5
     retry_most_s: float = 30.0
@@ -98,6 +102,8 @@ class FilesystemSettings:
                     ("probe_interval_s", self.probe_interval_s),
                     ("stagger_s", self.stagger_s),
                     ("touch_interval_s", self.touch_interval_s),
+                    ("spare_files", self.spare_files),
+                    ("lease_blocks", self.lease_blocks),
                     ("close_timeout_s", self.close_timeout_s),
                 )
             ),

@@ -225,7 +225,8 @@ class Storing:
             other = self._lanes[number]
             if other is lane or not self._may_take(number, task):
                 continue
-            if other.volume.has_room(self._row_bytes):
+            # One that is still being counted may have room: the block waits there until it is.
+            if other.volume.has_room(self._row_bytes) or not other.volume.is_counted():
                 raise _Elsewhere(other)
             other_ns = other.evictor.oldest_ns()
             if other_ns is not None and other_ns < oldest_ns:

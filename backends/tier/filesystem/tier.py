@@ -110,8 +110,9 @@ class FilesystemTier(Tier):
         self._storing.begin(self._lanes)
         self._loading.begin(self._lanes)
         self._probes.probers = [lane.prober for lane in self._lanes]
+        paths = [(lane.volume, lane.evictor) for lane in self._lanes]
         for lane in self._lanes:
-            lane.keeper.start()
+            lane.keeper.start([path for path in paths if path[0] is not lane.volume])
 
     # What the caller's thread does.
 
@@ -184,6 +185,13 @@ class FilesystemTier(Tier):
 
     def drain(self, timeout_s: float) -> bool:
         return self._jobs.drain(timeout_s)
+
+    def settle(self, timeout_s: float) -> bool:
+        end_s = time.monotonic() + timeout_s
+        self._probes.forget_absent()
+        return self.drain(timeout_s) and all(
+            lane.keeper.settle(max(0.0, end_s - time.monotonic())) for lane in self._lanes
+        )
 
     def close(self) -> None:
         with self._closing:

@@ -25,8 +25,6 @@ from backends.tier.filesystem.writer import Writer, parse_writer
 from backends.tier.health import Breaker
 
 _LOAD_FAILURES: Final = 3
-# Spare files, and the part of the capacity that they may take.
-_SPARES: Final = 64
 _FOREIGN_AGE_S: Final = 3600.0
 
 
@@ -49,10 +47,10 @@ class Volume:
         self.stores = Breaker(settings.retry_s, settings.retry_most_s)
         self.loads = Breaker(settings.retry_s, settings.retry_most_s, _LOAD_FAILURES)
         self.place = Place(path, writer, io, flush_directories=settings.durability == "full")
-        self.ledger = Ledger(self.place)
+        self.ledger = Ledger(self.place, settings.lease_blocks)
         quarantine_bytes = settings.quarantine_limit_bytes // len(settings.paths)
         self.quarantine = Quarantine(self.place, self.ledger, quarantine_bytes)
-        spares = Spares(min(_SPARES, self.quota_bytes // form.row_bytes // SHARE))
+        spares = Spares(min(settings.spare_files, self.quota_bytes // form.row_bytes // SHARE))
         self.space = Space(self.place, self.ledger, form.row_bytes, self.limit_bytes, spares)
         self._leaves = Leaves(self.place, form.namespace.name)
         self.blocks = BlockFiles(

@@ -238,6 +238,10 @@ class ObjectTier(Tier):
     def drain(self, timeout_s: float) -> bool:
         return self._jobs.drain(timeout_s)
 
+    def settle(self, timeout_s: float) -> bool:
+        self._probes.forget_absent()
+        return self.drain(timeout_s)
+
     def close(self) -> None:
         with self._closing:
             if self._closed:
