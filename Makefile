@@ -30,8 +30,11 @@ lint: setup      ## ruff, format and check
 types: setup     ## mypy, strict
 	$(PY) -m mypy
 
+# A launch waits more than it computes, so files go side by side; what looks at all of the machine,
+# or at how long things take, comes after them and alone.
 unit: setup      ## pytest
-	$(PY) -m pytest
+	$(PY) -m pytest -n 3 --dist loadfile -m "not alone"
+	$(PY) -m pytest -m alone
 
 format: setup    ## rewrite the code as the linter wants it
 	$(PY) -m ruff check --fix .

@@ -97,6 +97,7 @@ def test_a_few_unknown_keys_are_asked_for_one_by_one(opener: Opener) -> None:
     assert (opener.seen["size"], opener.seen["list"]) == (5, 0)
 
 
+@pytest.mark.alone  # The longer it takes, the more often it lists.
 def test_many_unknown_keys_are_found_by_one_listing(opener: Opener) -> None:
     bench = opener(probe_interval_s=0.05)
     theirs = opener.put("many", 40)

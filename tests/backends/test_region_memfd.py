@@ -21,7 +21,7 @@ from backends.region.handle import RegionHandle
 from backends.region.region import Region
 
 pytestmark = pytest.mark.multiproc
-SPEC = make_spec(engine_id="memfd_test_dp0")
+SPEC = make_spec(engine_id=f"memfd{os.getpid()}_dp0")
 
 
 def create_and_keep() -> Kept:

@@ -19,7 +19,7 @@ from backends.region.region import Region
 from backends.region.spec import RegionSpec
 
 pytestmark = pytest.mark.multiproc
-SPEC = make_spec(engine_id="reap_test_dp0", backing="shm")
+SPEC = make_spec(engine_id=f"reap{os.getpid()}_dp0", backing="shm")
 
 
 def leave_stale_file(directory: str, spec: RegionSpec = SPEC) -> int:
@@ -41,10 +41,10 @@ def test_every_kind_of_entry_is_listed_with_what_is_known_of_it(shm_dir: str) ->
         "kvquay_empty",
         "kvquay_link",
         "kvquay_live",
-        "kvquay_reap_test_dp0",
+        SPEC.name,
     ]
     assert [file.reapable for file in files.values()] == [False, True, False, False, True]
-    stale = files["kvquay_reap_test_dp0"]
+    stale = files[SPEC.name]
     assert (stale.engine_id, stale.run_id, stale.owner_pid) == (SPEC.engine_id, SPEC.run_id, dead)
     assert (stale.lock, stale.owner_alive, stale.uid) == ("free", False, os.geteuid())
     assert stale.size_bytes == SPEC.nbytes

@@ -31,7 +31,7 @@ from backends.region.reserve import reserve
 from backends.region.spec import HEADER_BYTES, RegionSpec
 
 pytestmark = pytest.mark.multiproc
-SPEC = make_spec(engine_id="shm_test_dp0", backing="shm")
+SPEC = make_spec(engine_id=f"shm{os.getpid()}_dp0", backing="shm")
 PERSISTENT = replace(SPEC, persist_name=True)
 
 
@@ -237,9 +237,10 @@ def test_what_is_not_a_file_of_ours_is_refused_and_left_alone(
 def test_a_second_engine_is_refused_and_told_who_holds_the_first(shm_dir: str) -> None:
     with child(creates(shm_dir)) as first:
         told = error_of(lambda: create_here(shm_dir))
-        assert "'shm_test_dp0' is in use" in told
+        assert f"'{SPEC.engine_id}' is in use" in told
         assert f"pid {first.pid}, started 20" in told
-        assert "pytest" in told
+        command = Path(f"/proc/{first.pid}/cmdline").read_bytes().split(b"\0")[0].decode()
+        assert command[-20:] in told
         assert "choose another engine_id" in told
         file = inspect(path_in(shm_dir))
         assert file is not None
@@ -280,7 +281,7 @@ def test_a_lock_held_from_another_container_is_told_with_the_files_owner(shm_dir
         told = error_of(lambda: create_here(shm_dir))
     finally:
         os.close(fd)
-    assert "another engine with this engine_id runs: engine_id shm_test_dp0, run test" in told
+    assert f"another engine with this engine_id runs: engine_id {SPEC.engine_id}, run test" in told
 
 
 def test_a_child_that_outlives_its_engine_keeps_the_name_taken(shm_dir: str) -> None:

@@ -15,7 +15,8 @@ from backends.region.region import Region
 from backends.region.spec import RegionSpec
 from tests.kit import REPO
 
-pytestmark = pytest.mark.multiproc
+# A launch beside it would remove what these leave behind.
+pytestmark = [pytest.mark.multiproc, pytest.mark.alone]
 
 MAKE_AND_DIE = """
 import os, signal, sys

@@ -169,7 +169,7 @@ def sweep(home: Path, *overrides: str) -> tuple[subprocess.CompletedProcess[str]
 
 def table_rows(out: str) -> dict[str, str]:
     """First lines of the last table's rows, by job number; a narrow console folds the rest."""
-    lines = out[out.rindex("job  overrides") :].split("\n\n")[0].splitlines()[1:]
+    lines = out[out.rindex("\njob  ") :].split("\n\n")[0].splitlines()[1:]
     return {line.split()[0]: line for line in lines if line[:1].isdigit()}
 
 
@@ -190,20 +190,6 @@ def test_a_sweep_runs_every_job_and_ends_with_a_table(home: Path) -> None:
 
 
 @ahead
-def test_a_bad_job_does_not_hide_the_others_and_is_named(home: Path) -> None:
-    done, directory = sweep(home, "profile=ci", "parallel=dp1_tp1", "region.size=1KiB,16MiB")
-    assert done.returncode == 2, done.stdout + done.stderr
-    rows = table_rows(done.stdout)
-    assert " invalid" in rows["0"]
-    assert " ok " in rows["1"]
-    assert "2 jobs, 1 failed" in done.stdout
-    reason = done.stdout[done.stdout.rindex("job 0 (invalid_configuration)") :]
-    assert "region.size" in reason
-    assert "1KiB" in reason
-    assert_right(RunDir(directory / "1"))
-
-
-@ahead
 def test_an_interrupt_ends_the_whole_sweep(home: Path) -> None:
     directory = home / "sweep"
     overrides = ("profile=ci", "parallel=dp1_tp1", "workload.requests=500000,500001")
@@ -215,5 +201,32 @@ def test_an_interrupt_ends_the_whole_sweep(home: Path) -> None:
         assert launch.wait_end() == 128 + signal.SIGINT, launch.told()
         launch.assert_gone(since_s)
         assert "interrupted by SIGINT" in launch.err
-        assert "1 jobs, 1 failed" in launch.out
+        assert "2 jobs, 2 failed" in launch.out
+        assert "job 1 (not run)" in launch.out
         assert not (directory / "1").exists()
+
+
+@ahead
+def test_a_sweep_outlives_the_process_it_keeps_and_nothing_outlives_the_sweep(home: Path) -> None:
+    """The kept process dies in the first job, the second has a new one and goes well, and in the
+    third the launcher itself is killed."""
+    directory = home / "sweep"
+    overrides = ("profile=ci", "parallel=dp1_tp1", "workload.requests=500000,40,500001")
+    sweeping = ("-m", f"hydra.sweep.dir={directory}")
+    with Launch(home, *sweeping, *overrides, run_dir=directory / "0") as launch:
+        launch.wait_serving()
+        kept = launch.zygote()
+        assert kept is not None
+        os.kill(kept, signal.SIGKILL)
+        launch.wait("the second job's end", (directory / "1" / "report.html").exists)
+        assert_right(RunDir(directory / "1"))
+        launch.run = RunDir(directory / "2")
+        launch.wait_serving()
+        again = launch.zygote()
+        assert again not in (None, kept)
+        since_s = time.monotonic()
+        launch.signal(signal.SIGKILL)
+        launch.assert_gone(since_s)
+    failed = json.loads((directory / "0" / "report.json").read_text())
+    assert failed["status"] == "failed"
+    assert "the launcher process that holds all agents ended" in failed["failures"][0]["message"]

@@ -177,7 +177,7 @@ def test_metrics_move_while_a_replica_serves_and_its_events_say_what_it_holds(ho
         "events.hashes=bytes",
     ) as launch:
         launch.wait_serving()
-        batches = dict(subscribe(events, 20))
+        batches = dict(subscribe(events, ("CPU", "STORAGE")))
         first = min(batches)
         # What was sent before anybody listened is asked for.
         batches.update(replayed(replay, 0, first))
@@ -201,14 +201,19 @@ def newer(before: Scrape, after: Scrape) -> bool:
     return after.value(name) > before.value(name)
 
 
-def subscribe(port: int, count: int) -> Iterator[tuple[int, EventBatch]]:
+def subscribe(port: int, media: tuple[str, ...]) -> Iterator[tuple[int, EventBatch]]:
+    """Batches until blocks have come to all of these media, and some more."""
+    awaited, more = set(media), 10
     with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
         subscriber.connect(f"tcp://127.0.0.1:{port}")
         subscriber.setsockopt(zmq.SUBSCRIBE, b"")
-        for _ in range(count):
+        while more:
             assert subscriber.poll(TIMEOUT_S * 1000), "no events"
             _, seq, payload = subscriber.recv_multipart()
-            yield int.from_bytes(seq, "big"), msgspec.msgpack.decode(payload, type=EventBatch)
+            batch = msgspec.msgpack.decode(payload, type=EventBatch)
+            awaited -= {event.medium for event in batch.events}
+            more -= not awaited
+            yield int.from_bytes(seq, "big"), batch
 
 
 def replayed(port: int, start: int, end: int) -> Iterator[tuple[int, EventBatch]]:
