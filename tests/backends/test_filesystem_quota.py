@@ -225,7 +225,7 @@ def test_the_watermarks_of_two_paths_are_one(tmp_path: Path, high: float, low: f
     with Bench(settings) as bench:
         here, there = [], []
         for key in make_keys("uneven", 200):
-            (here if bench.fs._order(bench.fs._namespace.block_id(key))[0] else there).append(key)  # noqa: SLF001
+            (here if bench.fs._order(bench.fs._namespace.block_id(key))[0] else there).append(key)
         chain = [*here[:9], *there[:3], *here[9:11], *there[3:5]]
         assert bench.store(chain[:16]) == [DONE] * 16
         time.sleep(0.3)
@@ -257,7 +257,7 @@ def test_what_one_path_has_no_room_for_waits_until_another_is_counted(
         keys = [
             key
             for key in make_keys("here", 100)
-            if bench.fs._order(bench.fs._namespace.block_id(key))[0] == 0  # noqa: SLF001
+            if bench.fs._order(bench.fs._namespace.block_id(key))[0] == 0
         ]
         assert bench.store(keys[:6]) == [DONE] * 6
         assert bench.lookup(keys[:6]) == [Lookup.HIT] * 6

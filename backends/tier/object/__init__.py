@@ -7,6 +7,8 @@
     tier.ObjectTier.counters()       besides those of every tier: requests, retries, throttled,
                                      timeouts, denied, breaker_opened, dedup_skips, probes, ...
     doctor.leftovers(settings)       unfinished uploads under the url, for `action=doctor`
+    doctor.ObjectBench(settings, owner)
+                                     objects to measure a store with, which go again
     lifecycle.lifecycle_rule(settings)
                                      what rule an unbounded bucket should have, for a plan
 

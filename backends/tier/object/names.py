@@ -6,6 +6,7 @@
     ledger/<20 digits>                               what the capacity is used for, by generation
     quarantine/<ns since the epoch>_<name>           objects found wrong
     probe/<random>                                   what a start writes to see what it may do
+    doctor/<writer>/<name>                           what a doctor measures with, while it does
 
 The two hex digits come from a hash of the key, so that requests are spread over 256 prefixes
 whatever keys look like: stores divide their load by prefix.

@@ -43,13 +43,21 @@ class Opening:
 
     def open(self, namespace: str, manifest: bytes, row_bytes: int) -> bool:
         """Whether create-only puts work here. Writes the manifest if there is none."""
-        conditional = self._probe()
-        self._ask("list", lambda: next(self._client.pages(namespace), None))
+        conditional = self.try_rights(namespace)
         self._write_manifest(f"{namespace}/{MANIFEST}", manifest, row_bytes, conditional)
         return conditional
 
-    def _probe(self) -> bool:
-        settings, name = self._settings, probe_path()
+    def try_rights(self, prefix: str, name: str = "") -> bool:
+        """Write, read, delete an object and list a prefix; whether create-only puts work here.
+
+        The object is called `name`, or as nobody else's, and is gone again.
+        """
+        conditional = self._probe(name or probe_path())
+        self._ask("list", lambda: next(self._client.pages(prefix), None))
+        return conditional
+
+    def _probe(self, name: str) -> bool:
+        settings = self._settings
         if settings.conditional == "off":
             self._ask("write", lambda: self._client.put(name, _PROBE))
             conditional = False

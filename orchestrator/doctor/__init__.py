@@ -1,0 +1,1 @@
+"""`action=doctor`: measures this machine and the configured tiers, and says what to mend."""
