@@ -15,6 +15,7 @@ from backends.copy.cpu import CpuEngine
 from backends.copy.cuda import CudaEngine
 from backends.copy.fragments import map_blocks
 from backends.copy.handle import CopyHandle, CopyStats
+from backends.copy.slot import map_slot
 from backends.errors import CopyError
 
 
@@ -40,6 +41,9 @@ class GroupCopier:
     place, a load leaves the tensors alone. A store always writes the whole slot, zeroes where there
     is no block, so that no earlier bytes leave with it. `rows` is int64 `[n]`.
 
+    With `loads_only` the slot may be a read-only array, of another replica's region; every store
+    raises CopyError.
+
     Every call checks its batch first and raises CopyError before anything is written. Batches of
     one copier run in the order they were submitted. A copier belongs to one thread at a time.
     """
@@ -53,6 +57,7 @@ class GroupCopier:
         blocks_per_chunk: int,
         threads: int = 1,
         kernel: str = "auto",
+        loads_only: bool = False,
     ) -> None:
         if min(blocks_per_chunk, threads) < 1:
             raise CopyError(
@@ -67,6 +72,8 @@ class GroupCopier:
         )
         self._worker_bytes_per_block = blocks.block_bytes
         self._open = True
+        self._loads_only = loads_only
+        map_slot(slot, blocks_per_chunk * blocks.block_bytes, loads_only=loads_only)
         self._engine: _Engine
         if blocks.device.type == "cuda":
             self._engine = CudaEngine(tensors, blocks, slot, blocks_per_chunk, kernel)
@@ -122,4 +129,6 @@ class GroupCopier:
     ) -> Batch:
         if not self._open:
             raise CopyError("the copier is closed; make a new one over the region that is open")
+        if to_slot and self._loads_only:
+            raise CopyError("the copier is for loads only; store to one's own region")
         return check_batch(block_ids, rows, self._limits, to_slot=to_slot, keep=keep)

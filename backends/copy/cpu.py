@@ -40,7 +40,7 @@ class CpuEngine:
         threads: int,
         kernel: str,
     ) -> None:
-        slot_map = map_slot(slot, blocks_per_chunk * blocks.block_bytes)
+        slot_map = map_slot(slot, blocks_per_chunk * blocks.block_bytes, loads_only=True)
         self.kernel, self._copy = make_kernel(kernel, blocks, slot_map, blocks_per_chunk, threads)
         self._block_bytes = blocks.block_bytes
         # The kernel works on addresses; these keep the memory behind them alive until close().

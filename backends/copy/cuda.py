@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from backends.copy.batch import Batch
 from backends.copy.fragments import BlockMap
 from backends.copy.handle import CopyHandle, CopyStats
-from backends.copy.slot import map_slot
+from backends.copy.kernels import bytes_at
 from backends.copy.staging import StagingBuffer
 from backends.errors import CopyError
 
@@ -51,12 +51,12 @@ class CudaEngine:
         kernel: str,
     ) -> None:
         self._used_bytes = blocks_per_chunk * blocks.block_bytes
-        map_slot(slot, self._used_bytes)
         self._device = blocks.device
         self._block_bytes = blocks.block_bytes
         self._capacity_chunks = max(1, _STAGING_BYTES // self._used_bytes)
         self._tails: NDArray[np.uint8] | None = slot[:, self._used_bytes :]
-        self._slot: torch.Tensor | None = torch.from_numpy(slot)
+        self._memory: NDArray[np.uint8] | None = slot
+        self._slot: torch.Tensor | None = torch.from_numpy(_unprotected(slot))
         self.kernel = "cuda-pinned" if self._slot.is_pinned() else "cuda-pageable"
         if kernel not in ("auto", "cuda", self.kernel):
             raise CopyError(
@@ -91,7 +91,7 @@ class CudaEngine:
 
     def close(self) -> None:
         self._stream.synchronize()
-        self._slot = self._tails = self._staging = None
+        self._slot = self._tails = self._staging = self._memory = None
 
     def _store(self, block_ids: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
         assert self._slot is not None
@@ -111,3 +111,11 @@ class CudaEngine:
             in_slot = self._slot[row, : self._used_bytes]
             self._staging.chunks[place].copy_(in_slot, non_blocking=True)
         self._staging.scatter(block_ids)
+
+
+def _unprotected(slot: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The same memory as an array that torch takes without a warning; it has no read-only ones."""
+    if slot.flags.writeable:
+        return slot
+    rows, slot_bytes = slot.shape
+    return bytes_at(slot.ctypes.data, (rows, slot_bytes), slot.strides)

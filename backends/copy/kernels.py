@@ -99,7 +99,7 @@ def _native_kernel(
 
 def _numpy_kernel(blocks: BlockMap, slot: SlotMap, blocks_per_chunk: int) -> CopyBatch:
     used_bytes = blocks_per_chunk * blocks.block_bytes
-    rows = _bytes_at(slot.address, (slot.num_rows, slot.slot_bytes), (slot.row_stride_bytes, 1))
+    rows = bytes_at(slot.address, (slot.num_rows, slot.slot_bytes), (slot.row_stride_bytes, 1))
     views = [
         (_tensor_view(f, blocks.num_blocks), _slot_view(f, blocks, slot, blocks_per_chunk))
         for f in blocks.fragments
@@ -127,20 +127,20 @@ def _numpy_kernel(blocks: BlockMap, slot: SlotMap, blocks_per_chunk: int) -> Cop
 
 def _tensor_view(fragment: Fragment, num_blocks: int) -> NDArray[np.uint8]:
     shape = (num_blocks, fragment.nbytes)
-    return _bytes_at(fragment.address, shape, (fragment.block_stride_bytes, 1))
+    return bytes_at(fragment.address, shape, (fragment.block_stride_bytes, 1))
 
 
 def _slot_view(
     fragment: Fragment, blocks: BlockMap, slot: SlotMap, blocks_per_chunk: int
 ) -> NDArray[np.uint8]:
-    return _bytes_at(
+    return bytes_at(
         slot.address + fragment.slot_offset_bytes,
         (slot.num_rows, blocks_per_chunk, fragment.nbytes),
         (slot.row_stride_bytes, blocks.block_bytes, 1),
     )
 
 
-def _bytes_at(address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> NDArray[np.uint8]:
+def bytes_at(address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> NDArray[np.uint8]:
     """A view of foreign memory, which its owner (the engine) keeps alive."""
     if not all(shape):
         return np.empty(shape, np.uint8)

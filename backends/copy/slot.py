@@ -20,13 +20,15 @@ class SlotMap:
     slot_bytes: int
 
 
-def map_slot(slot: NDArray[np.uint8], used_bytes: int) -> SlotMap:
-    """Describes a slot view: uint8 `[rows, slot_bytes]`, contiguous within a row, writable.
+def map_slot(slot: NDArray[np.uint8], used_bytes: int, *, loads_only: bool = False) -> SlotMap:
+    """Describes a slot view: uint8 `[rows, slot_bytes]`, contiguous within a row, writable unless
+    it is for `loads_only`.
 
     Raises CopyError for another kind of array, or if `used_bytes`, the bytes of a whole chunk, do
     not fit a slot.
     """
-    if slot.dtype != np.uint8 or slot.ndim != 2 or not slot.flags.writeable:
+    may_be_used = slot.flags.writeable or loads_only
+    if slot.dtype != np.uint8 or slot.ndim != 2 or not may_be_used:
         raise CopyError(
             f"slot is a {'' if slot.flags.writeable else 'read-only '}{slot.dtype} array of shape "
             f"{slot.shape}, expected a writable uint8 array [rows, slot_bytes]"

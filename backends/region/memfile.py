@@ -39,23 +39,25 @@ def seal(fd: int) -> None:
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SIZE_SEALS)
 
 
-def open_peer(handle: RegionHandle) -> int:
-    """Open the creator's memory file, read and write. Raises RegionError with what is wrong.
+def open_peer(handle: RegionHandle, *, read_only: bool = False) -> int:
+    """Open the creator's file through its descriptor. Raises RegionError with what is wrong.
 
     Process ids and descriptor numbers are used again by the kernel, so the creator is checked
     before and after the open, and what was opened must be the very file that the handle names.
+    A file of backing shm can be opened so too, also when its name is gone.
     """
     where = f"/proc/{handle.creator_pid}/fd/{handle.fd}"
     _check_creator(handle, where)
     try:
-        link = os.readlink(where)
         # A look first: opening a device or a pipe by mistake could have effects.
-        if not link.startswith(_LINK_PREFIX):
+        if not _may_be_opened(where, handle):
             raise RegionError(
-                f"{where}: found {link!r}, expected the memory file of region {handle.name}; its "
-                "creator has closed it, so attach before the creator closes its region"
+                f"{where}: found {os.readlink(where)!r}, expected the file of region "
+                f"{handle.name}; its creator has closed it, so attach before the creator closes "
+                "its region"
             )
-        fd = os.open(where, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        way = os.O_RDONLY if read_only else os.O_RDWR
+        fd = os.open(where, way | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
         raise RegionError(_cannot_open(error, handle, where)) from error
     try:
@@ -65,6 +67,12 @@ def open_peer(handle: RegionHandle) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def _may_be_opened(where: str, handle: RegionHandle) -> bool:
+    if handle.backing == "memfd":
+        return os.readlink(where).startswith(_LINK_PREFIX)
+    return stat.S_ISREG(os.stat(where).st_mode)
 
 
 def _check_creator(handle: RegionHandle, where: str) -> None:
@@ -108,7 +116,8 @@ def _check_file(fd: int, handle: RegionHandle, where: str) -> None:
         "inode": status.st_ino,
         "size in bytes": status.st_size,
         "uid": status.st_uid,
-        "size sealed": _size_is_sealed(fd),
+        # A file in /dev/shm cannot be sealed; there, its mode keeps others from shortening it.
+        "size sealed": handle.backing != "memfd" or _size_is_sealed(fd),
     }
     expected = {
         "a regular file": True,

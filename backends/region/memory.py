@@ -32,18 +32,28 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class Mapping:
-    """Shared, writable mapping of a whole file, unmapped when this object is collected.
+    """Shared mapping of a whole file, unmapped when this object is collected.
 
     numpy arrays made from it hold it as their base. The descriptor may be closed at once.
     """
 
-    def __init__(self, fd: int, nbytes: int, align_bytes: int = HUGE_ALIGN_BYTES) -> None:
+    def __init__(
+        self,
+        fd: int,
+        nbytes: int,
+        align_bytes: int = HUGE_ALIGN_BYTES,
+        *,
+        writable: bool = True,
+    ) -> None:
         """Map `nbytes` of `fd`, at a multiple of `align_bytes`. Raises OSError.
 
-        A file of huge pages needs `nbytes` and `align_bytes` in multiples of its page size.
+        A file of huge pages needs `nbytes` and `align_bytes` in multiples of its page size. Who
+        writes to memory that is not `writable` is killed by the kernel; numpy refuses before that.
         """
         self.nbytes = nbytes
-        self.address = _map_aligned(fd, nbytes, align_bytes)
+        self._read_only = not writable
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self.address = _map_aligned(fd, nbytes, align_bytes, protection)
         whole = round_up(nbytes, mmap.PAGESIZE)
         # At exit other threads may still use arrays, and the kernel unmaps anyway.
         weakref.finalize(self, _libc().munmap, self.address, whole).atexit = False
@@ -53,7 +63,7 @@ class Mapping:
         return {
             "shape": (self.nbytes,),
             "typestr": "|u1",
-            "data": (self.address, False),
+            "data": (self.address, self._read_only),
             "version": 3,
         }
 
@@ -79,14 +89,14 @@ def syscall(number: int, *arguments: Any) -> int:
     return result
 
 
-def _map_aligned(fd: int, nbytes: int, align_bytes: int) -> int:
+def _map_aligned(fd: int, nbytes: int, align_bytes: int, protection: int) -> int:
     libc = _libc()
     nbytes = round_up(nbytes, mmap.PAGESIZE)
     room = nbytes + align_bytes
     start = _mmap(None, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1)
     aligned = round_up(start, align_bytes)
     try:
-        _mmap(aligned, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, MAP_SHARED | MAP_FIXED, fd)
+        _mmap(aligned, nbytes, protection, MAP_SHARED | MAP_FIXED, fd)
     except OSError:
         libc.munmap(start, room)
         raise

@@ -20,6 +20,7 @@ from backends import machine
 from backends.errors import RegionError
 from backends.region import header as region_header
 from backends.region.claim import describe_process
+from backends.region.node.spec import is_index
 from backends.region.spec import HEADER_BYTES, NAME_PREFIX, SHM_DIRECTORY
 
 # A name that is another file at every look is somebody's game; it then counts as not to be opened.
@@ -142,7 +143,12 @@ def _look_inside(
             if not _same_file(os.fstat(fd), status):
                 return None
             lock = "free" if try_lock(fd, fcntl.LOCK_SH) else "held"
-            return lock, _header(fd, path)
+            header = _header(fd, path)
+            # The users of a node's index share its lock.
+            shared = header is not None and is_index(header.engine_id, header.run_id)
+            if shared and lock == "free" and not try_lock(fd, fcntl.LOCK_EX):
+                lock = "held"
+            return lock, header
     except PermissionError:
         return "unknown", None
     except OSError as error:

@@ -186,16 +186,7 @@ class Region:
 
         Raises RegionError: dead creator, reused pid, other user, other file, other contents.
         """
-        for name, told, mine in (
-            ("backing", handle.backing, spec.backing),
-            ("name", handle.name, spec.name),
-            ("nbytes", handle.nbytes, spec.nbytes),
-        ):
-            if told != mine:
-                raise RegionError(
-                    f"region {spec.name}: its creator says {name} {told!r}, this worker expects "
-                    f"{mine!r}; all workers of a replica must have the same plan"
-                )
+        _check_handle(handle, spec)
         with _telling_system_errors(spec, "attached to"):
             if spec.backing == "memfd":
                 fd = memfile.open_peer(handle)
@@ -204,6 +195,20 @@ class Region:
                 fd = shmfile.open_named(directory, spec)
                 where = os.path.join(directory, spec.name)
             return cls._attach(fd, where, spec, handle)
+
+    @classmethod
+    def attach_read_only(cls, handle: RegionHandle, spec: RegionSpec) -> Region:
+        """Map another replica's region, of either backing, to look at its rows. All views of it are
+        read-only arrays.
+
+        Through its creator's descriptor, so that a name that is gone already does not matter.
+        Raises RegionError as `attach` does.
+        """
+        _check_handle(handle, spec)
+        with _telling_system_errors(spec, "attached to"):
+            fd = memfile.open_peer(handle, read_only=True)
+            where = f"/proc/{handle.creator_pid}/fd/{handle.fd}"
+            return cls._attach(fd, where, spec, handle, read_only=True)
 
     @classmethod
     def attach_by_name(cls, spec: RegionSpec, *, directory: str = SHM_DIRECTORY) -> Region:
@@ -227,6 +232,7 @@ class Region:
         where: str,
         spec: RegionSpec,
         handle: RegionHandle | None,
+        read_only: bool = False,
     ) -> Region:
         try:
             head = header.unpack(os.pread(fd, HEADER_BYTES, 0), where)
@@ -238,7 +244,7 @@ class Region:
             huge = hugepages.HugePageReport(
                 spec.huge_pages, way, _page_bytes(way, handle), "decided by the creator"
             )
-            mapping = _map(fd, status.st_size, huge.page_bytes, spec)
+            mapping = _map(fd, status.st_size, huge.page_bytes, spec, writable=not read_only)
         finally:
             os.close(fd)
         node = numa.NumaReport(spec.numa_node, "creator", "decided by the creator")
@@ -394,6 +400,19 @@ class Region:
         return flat[HEADER_BYTES : self.spec.nbytes].reshape(self.spec.rows, self.spec.row_bytes)
 
 
+def _check_handle(handle: RegionHandle, spec: RegionSpec) -> None:
+    for name, told, mine in (
+        ("backing", handle.backing, spec.backing),
+        ("name", handle.name, spec.name),
+        ("nbytes", handle.nbytes, spec.nbytes),
+    ):
+        if told != mine:
+            raise RegionError(
+                f"region {spec.name}: its creator says {name} {told!r}, this worker expects "
+                f"{mine!r}; all workers of a replica must have the same plan"
+            )
+
+
 @contextlib.contextmanager
 def _telling_system_errors(spec: RegionSpec, verb: str) -> Iterator[None]:
     """What the system refuses outside the steps that have a message of their own."""
@@ -413,10 +432,12 @@ def _release(owned: _Owned, name: str) -> None:
             owned.guard.close()
 
 
-def _map(fd: int, file_bytes: int, page_bytes: int, spec: RegionSpec) -> memory.Mapping:
+def _map(
+    fd: int, file_bytes: int, page_bytes: int, spec: RegionSpec, *, writable: bool = True
+) -> memory.Mapping:
     align_bytes = max(page_bytes, memory.HUGE_ALIGN_BYTES)
     try:
-        return memory.Mapping(fd, file_bytes, align_bytes)
+        return memory.Mapping(fd, file_bytes, align_bytes, writable=writable)
     except OSError as error:
         raise RegionError(
             f"region {spec.name}: {file_bytes} bytes cannot be mapped: {error.strerror}; look at "

@@ -1,8 +1,9 @@
 """How an engine's processes come to share a region: over their group, or through a file.
 
-The workers of a node tell each other over a group of their own. A process outside that group, as an
-engine's scheduler is, finds the creator's handle in a file. That file names a process and its
-memory file and holds neither, so a stale one is refused and a kill leaves nothing to clean up.
+The workers of a replica tell each other over their group; on each node one of them makes that
+node's region. A process outside the group, as an engine's scheduler is, finds the creator's handle
+in a file. That file names a process and its memory file and holds neither, so a stale one is
+refused and a kill leaves nothing to clean up.
 """
 
 from __future__ import annotations
@@ -22,35 +23,43 @@ from backends.region.spec import RegionSpec
 AllGather = Callable[[Any], list[Any]]
 
 
-def share_region(all_gather: AllGather, local_rank: int, spec: RegionSpec, path: Path) -> Region:
-    """The first worker of a node creates the region and writes its handle to `path`, its peers
-    attach; all agree or all fail.
+def share_region(
+    all_gather: AllGather, host: str, local_rank: int, spec: RegionSpec, path: Path | None = None
+) -> Region:
+    """The first worker of each `host` creates the region and writes its handle to `path`, if one is
+    given; its peers attach; all agree or all fail.
 
-    Both exchanges are made by every rank whatever happened to it. Raises RegionError on every rank
-    with the words of the rank that failed.
+    Both exchanges are made by every rank whatever happened to it, so that nobody is left waiting.
+    Raises RegionError on every rank with the words of the rank that failed.
     """
     region: Region | None = None
-    told: dict[str, Any] = {"handle": None, "error": None}
+    told: dict[str, Any] = {"host": host, "handle": None, "error": None}
     if local_rank == 0:
         try:
             region = Region.create(spec)
             told["handle"] = region.handle().to_dict()
-            write_json(path, told["handle"])
+            if path is not None:
+                write_json(path, told["handle"])
         except (RegionError, OSError) as error:
             told["error"] = str(error)
-    [offer] = [o for o in all_gather(told) if o["handle"] or o["error"]]
-    wrong = offer["error"]
+    offers = all_gather(told)
+    wrong = _first_error([offer["error"] for offer in offers])
     if wrong is None and region is None:
         try:
-            region = Region.attach(RegionHandle.from_dict(offer["handle"]), spec)
+            handle = next(o["handle"] for o in offers if o["host"] == host and o["handle"])
+            region = Region.attach(RegionHandle.from_dict(handle), spec)
         except RegionError as error:
             wrong = str(error)
-    wrong = next(filter(None, all_gather(wrong)), None)
+    wrong = _first_error(all_gather(wrong))
     if wrong is not None or region is None:
         if region is not None:
             region.close()
         raise RegionError(wrong or "no worker offered a region")
     return region
+
+
+def _first_error(answers: list[str | None]) -> str | None:
+    return next((f"rank {rank}: {error}" for rank, error in enumerate(answers) if error), None)
 
 
 def find_region(spec: RegionSpec, path: Path) -> Region:

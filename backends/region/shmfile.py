@@ -65,27 +65,35 @@ def refuse_taken_name(directory: str, name: str) -> None:
 
 
 def publish(fd: int, directory: str, name: str) -> None:
-    """Give the finished file its name, in one step that fails if something has it already."""
-    at = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        for _ in range(_PUBLISH_ATTEMPTS):
-            try:
-                os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=at, follow_symlinks=True)
-            except FileExistsError:
-                refuse_taken_name(directory, name)
-            except OSError as error:
-                raise RegionError(
-                    f"{os.path.join(directory, name)}: the region cannot be given its name: "
-                    f"{error.strerror}"
-                ) from error
-            else:
-                return
-    finally:
-        os.close(at)
+    """Give the finished file its name; a stale file that has it is reaped. Raises RegionError."""
+    for _ in range(_PUBLISH_ATTEMPTS):
+        try:
+            link(fd, directory, name)
+        except FileExistsError:
+            refuse_taken_name(directory, name)
+        except OSError as error:
+            raise RegionError(
+                f"{os.path.join(directory, name)}: the region cannot be given its name: "
+                f"{error.strerror}"
+            ) from error
+        else:
+            return
     raise RegionError(
         f"{os.path.join(directory, name)}: others took this name {_PUBLISH_ATTEMPTS} times while "
         "it was being published; give every engine its own engine_id"
     )
+
+
+def link(fd: int, directory: str, name: str) -> None:
+    """Give a file without a name one, in one step that fails if something has it already.
+
+    Raises FileExistsError, OSError.
+    """
+    at = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=at, follow_symlinks=True)
+    finally:
+        os.close(at)
 
 
 def open_named(directory: str, spec: RegionSpec) -> int:
