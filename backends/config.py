@@ -31,7 +31,7 @@ class KvGroup:
     `layers` are global layer indices. `kv_heads` is the model's number of KV heads (1 for MLA),
     `head_size` the elements of one head's vector (for MLA: latent plus decoupled RoPE elements),
     `planes` is 2 where K and V are kept and 1 for MLA. `sliding_window` is in tokens, None where
-    attention is full.
+    attention is full. `tokens_per_block` is the group's own block, None where it is the cache's.
     """
 
     name: str
@@ -41,6 +41,7 @@ class KvGroup:
     head_size: int
     planes: int
     sliding_window: int | None = None
+    tokens_per_block: int | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in GROUP_KINDS:
@@ -51,6 +52,8 @@ class KvGroup:
             raise ConfigError(f"group {self.name!r}: layers must be distinct and not empty")
         if min(self.kv_heads, self.head_size) < 1:
             raise ConfigError(f"group {self.name!r}: kv_heads and head_size must be at least 1")
+        if self.tokens_per_block is not None and self.tokens_per_block < 1:
+            raise ConfigError(f"group {self.name!r}: tokens_per_block must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +74,10 @@ class ModelConfig:
 class CacheConfig:
     """Paging and hashing units.
 
-    `tokens_per_block` counts the tokens that ONE worker's block holds; with context parallelism a
-    logical block covers `tokens_per_block x pcp x dcp` tokens of the sequence. `tokens_per_hash`
-    counts tokens of the sequence and divides a logical block.
+    `tokens_per_block` counts the tokens that ONE worker's block holds, in groups that have no block
+    of their own; with context parallelism a logical block covers `tokens_per_block x pcp x dcp`
+    tokens of the sequence. `tokens_per_hash` counts tokens of the sequence and divides a logical
+    block of every group.
     """
 
     tokens_per_block: int
@@ -87,7 +91,8 @@ class ParallelConfig:
 
     `data_parallel_rank_local` may be None only where it is truly unknown. `world_size` counts the
     workers of ONE replica (PP x PCP x TP); data parallelism is never in it. `local_rank` is the
-    index in the node-local subgroup of the replica's process group and names the worker's slot.
+    index in the node-local subgroup of the replica's process group; the worker's slot follows from
+    it, see `backends.layout.rank_slots`.
     """
 
     rank: int

@@ -4,6 +4,9 @@ Pure arithmetic over the frozen configuration, without torch and without a devic
 of thousands of ranks costs nothing and engine, region and lower tiers cannot disagree about a
 byte. A row holds the chunk of ONE key, and a key names one group, so groups never share a row.
 
+What a stack places and evicts is an *entry*: the tokens of the longest chunk of any group. A group
+with shorter blocks has several chunks in it. Each chunk of an entry is a *column*, and takes a row.
+
 What follows vLLM, so that its workers and ours agree: pipeline stages as in
 `vllm.distributed.utils.get_pp_indices`, KV heads divided or replicated as in
 `ModelConfig.get_num_kv_heads`, tokens spread over context-parallel ranks as in the slot mapping
@@ -157,10 +160,100 @@ def _worker_groups(
             head_size=group.head_size,
             planes=group.planes,
             itemsize_bytes=model.itemsize_bytes,
-            tokens_per_block=cache.tokens_per_block,
+            tokens_per_block=block_tokens(group, cache),
         )
         for index, group in enumerate(groups)
     )
+
+
+def block_tokens(group: KvGroup, cache: CacheConfig) -> int:
+    """Tokens of one worker's block of this group."""
+    return group.tokens_per_block or cache.tokens_per_block
+
+
+def unit_tokens(groups: Sequence[KvGroup], cache: CacheConfig) -> int:
+    """Tokens of the longest block: what an engine pages by, and of which every block is a part."""
+    return max(block_tokens(group, cache) for group in groups)
+
+
+def blocks_per_unit(groups: Sequence[KvGroup], cache: CacheConfig) -> tuple[int, ...]:
+    """Of each group, how many of its blocks are as long as the longest block.
+
+    Raises ConfigError where they do not fill it.
+    """
+    if findings := check_blocks(groups, cache):
+        found = findings[0]
+        raise ConfigError(f"{found.key} is {found.value}: {found.limit}; {found.fix}")
+    unit = unit_tokens(groups, cache)
+    return tuple(unit // block_tokens(group, cache) for group in groups)
+
+
+def check_blocks(groups: Sequence[KvGroup], cache: CacheConfig) -> list[Finding]:
+    """Which groups' blocks do not fill the longest one: a prefix could end inside one of them."""
+    unit = unit_tokens(groups, cache)
+    return [
+        Finding(
+            f"model.groups[{index}].tokens_per_block",
+            block_tokens(group, cache),
+            f"must divide the longest block of any group, which has {unit} tokens",
+            f"choose one of {_listed(_divisors(unit))}",
+        )
+        for index, group in enumerate(groups)
+        if unit % block_tokens(group, cache)
+    ]
+
+
+class Column(NamedTuple):
+    """Chunk number `part`, of `parts`, of one group in an entry. `reach`: how many of a hit's last
+    entries need it; None: all."""
+
+    group: int
+    part: int
+    parts: int
+    reach: int | None
+
+
+def columns(groups: Sequence[KvGroup], cache: CacheConfig, sizes: ShardSizes) -> tuple[Column, ...]:
+    """The columns of an entry. A column's number stands for the group in keys: the first chunks of
+    all groups come first, so it is the group's index wherever there are no others.
+
+    Behind a hit of t tokens the next token attends to the `sliding_window - 1` before it, so a
+    window needs the chunks that have one of these, and no earlier ones.
+    """
+    parts = blocks_per_unit(groups, cache)
+    context = sizes.pcp_size * sizes.dcp_size
+    found = []
+    for part in range(max(parts)):
+        for index, group in enumerate(groups):
+            if part >= parts[index]:
+                continue
+            reach = None
+            if group.sliding_window is not None:
+                chunk_tokens = block_tokens(group, cache) * cache.blocks_per_chunk * context
+                chunks = -(-(group.sliding_window - 1) // chunk_tokens)
+                # Column `part` of an entry is followed by parts - 1 - part chunks inside it.
+                reach = (chunks + part) // parts[index]
+            found.append(Column(index, part, parts[index], reach))
+    return tuple(found)
+
+
+def rank_slots(
+    groups: Sequence[KvGroup], sizes: ShardSizes, local_world_size: int
+) -> tuple[int, ...]:
+    """By rank, its slot in its node's rows. Ranks of a node that keep equal bytes share one, and
+    the first of them writes it: those that replicate every group's heads (all TP ranks, where there
+    is only MLA) and hold the same layers and tokens."""
+    tp = sizes.tp_size
+    slots: list[int] = []
+    known: dict[tuple[int, ...], int] = {}
+    for rank in range(tp * sizes.pcp_size * sizes.pp_size):
+        if rank % local_world_size == 0:
+            known = {}
+        tp_rank, above = rank % tp, rank // tp
+        held = (above, tp_rank % sizes.dcp_size)
+        heads = (heads_of(group.kv_heads, tp, tp_rank).start for group in groups)
+        slots.append(known.setdefault((*held, *heads), len(known)))
+    return tuple(slots)
 
 
 def _check_layers(groups: Sequence[KvGroup], model: ModelConfig) -> None:
@@ -309,7 +402,10 @@ def geometry_facts(
     What only says where a worker runs (data-parallel index and size, node, rank) is not in it,
     and neither are the names of model and groups.
     """
-    return {
+    world_size = sizes.tp_size * sizes.pcp_size * sizes.pp_size
+    shared = len(set(rank_slots(groups, sizes, world_size))) < world_size
+    # Named only where they are: what was stored before there were any stays what it is.
+    return ({"shared_slots": True} if shared else {}) | {
         "cache": {
             "tokens_per_block": cache.tokens_per_block,
             "tokens_per_hash": cache.tokens_per_hash,
@@ -326,6 +422,7 @@ def geometry_facts(
                 "planes": group.planes,
                 "sliding_window": group.sliding_window,
             }
+            | ({"tokens_per_block": own} if (own := group.tokens_per_block) else {})
             for group in groups
         ],
         "layout": layout,

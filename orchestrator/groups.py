@@ -167,10 +167,10 @@ def assert_planned(identity: Identity, group_size: int, plan: Plan, index: int) 
             f"the plan has {expected}; start exactly the planned number of workers on each node"
         )
     planned = plan.replicas[index].workers[identity.rank]
-    if planned.local_rank != identity.local_rank or planned.slot != identity.local_rank:
+    if planned.local_rank != identity.local_rank:
         raise GroupError(
             f"replica {index}, rank {identity.rank}: is local_rank {identity.local_rank} in its "
-            f"process group, the plan has local_rank {planned.local_rank} and slot {planned.slot}; "
-            "start the ranks of one node next to each other"
+            f"process group, the plan has local_rank {planned.local_rank}; start the ranks of one "
+            "node next to each other"
         )
     return planned

@@ -44,6 +44,7 @@ class KvGroupConf:
     kv_heads: int | None = None
     head_size: int | None = None
     sliding_window: int | None = None  # tokens
+    tokens_per_block: int | None = None  # of one worker; None: engine.tokens_per_block
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ def resolve_model(conf: ModelConf) -> tuple[ModelConfig, tuple[KvGroup, ...]]:
             head_size=_head_size(expanded, group),
             planes=1 if group.kind == "mla" else 2,
             sliding_window=window(expanded, group),
+            tokens_per_block=group.tokens_per_block,
         )
         for name, group in named(_groups(expanded))
     )

@@ -133,6 +133,7 @@ def _check_group(conf: ModelConf, group: KvGroupConf, key: str) -> list[Finding]
         ("kv_heads", MAX_ELEMENTS),
         ("head_size", MAX_ELEMENTS),
         ("sliding_window", MAX_TOKENS),
+        ("tokens_per_block", MAX_TOKENS),
     ):
         value = getattr(group, name)
         if value is not None:

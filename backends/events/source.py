@@ -82,6 +82,8 @@ class KvEvents(Observer):
 
     def stored(self, tier: str, group: int, keys: Sequence[bytes]) -> None:
         """One event for each unbroken part of a sequence."""
+        if self._within(group):
+            return
         start = 0
         for end in range(1, len(keys) + 1):
             if end == len(keys) or self._parents.get(keys[end]) != keys[end - 1]:
@@ -113,6 +115,8 @@ class KvEvents(Observer):
         self._add(event, len(run))
 
     def removed(self, tier: str, group: int, keys: Sequence[bytes]) -> None:
+        if self._within(group):
+            return
         place = self._place(tier)
         hashes = [self._hash(key) for key in keys]
         last = self._events[-1] if self._events else None
@@ -132,6 +136,11 @@ class KvEvents(Observer):
             ownership=place.ownership,
         )
         self._add(event, len(hashes))
+
+    def _within(self, column: int) -> bool:
+        """Whether this is a further chunk of a group in an entry, beside the one that stands for
+        the group: an event is about an entry's block of a group."""
+        return column >= len(self._groups)
 
     def stepped(self) -> None:
         """Send what there is since the last step."""

@@ -103,7 +103,12 @@ class Asker:
         self._refused[block, lane] = now_s + self._refuse_s
 
     def stored(self, blocks: Sequence[BlockKey], lane: int) -> None:
-        """This tier has them now: it may be asked again."""
+        """This tier has them now: it may be asked again, whoever was asked after it."""
+        if self._asks:
+            for block in blocks:
+                ask = self._asks.get(block)
+                if ask is not None and ask.lane > lane:
+                    del self._asks[block]
         if self._refused:
             for block in blocks:
                 self._refused.pop((block, lane), None)
@@ -113,6 +118,10 @@ class Asker:
         late_s = now_s - _KEEP_S
         self._asks = {block: ask for block, ask in self._asks.items() if ask.until_s > late_s}
         self._refused = {at: until_s for at, until_s in self._refused.items() if until_s > now_s}
+
+    def forget_asked(self) -> None:
+        """Others may have changed what was answered."""
+        self._asks.clear()
 
     def clear(self) -> None:
         self._asks.clear()

@@ -14,8 +14,8 @@ from backends.stack.primary import PrimaryIndex
 from backends.stack.settings import RECOMPUTE_IF_SLOWER, StackSettings
 from backends.tier.base import Lookup
 
-_FIRST_WINDOW: Final = 16
-_WINDOW_GROWTH: Final = 4
+FIRST_WINDOW: Final = 16
+WINDOW_GROWTH: Final = 4
 _REMEASURE_S: Final = 10.0
 
 
@@ -58,10 +58,10 @@ class Below:
         keys = run.keys
         sources: dict[bytes, Sequence[int]] = {}
         known: list[int] = []
-        waiting, start, window = False, 0, _FIRST_WINDOW
+        waiting, start, window = False, 0, FIRST_WINDOW
         while start < len(absent):
             asked = absent[start : start + window]
-            start, window = start + window, _WINDOW_GROWTH * window
+            start, window = start + window, WINDOW_GROWTH * window
             places = self._where([keys[at] for at in asked], run.groups, now_s)
             for at, where in zip(asked, places, strict=True):
                 if NOWHERE in where:
@@ -79,6 +79,10 @@ class Below:
                 else:
                     sources[keys[at]] = where
                     known.append(at)
+        if waiting and self._settings.whole_answers:
+            for at in known:
+                answers[at] = Lookup.PENDING
+            return
         known = known[: self._worth_loading([sources[keys[at]] for at in known], now_s)]
         if not known:
             return
@@ -120,6 +124,10 @@ class Below:
                 self._lanes[max(where)].counters.passed_over += len(sources) - at
                 return at
         return len(sources)
+
+    def slower(self, sources: Collection[Sequence[int]], now_s: float) -> bool:
+        """Whether a tier would take longer to give these entries than it takes to compute them."""
+        return self._worth_loading(list(sources), now_s) < len(sources)
 
     def _slow(self, number: int, entries: int, now_s: float) -> bool:
         lane = self._lanes[number]

@@ -39,8 +39,8 @@ class Cascade:
         share = int(index.rows_total * settings.store_share) // max(1, len(lanes))
         self._rows_most = max(index.groups, share)
         self._flights: dict[tuple[int, int], list[bytes]] = {}
-        # Entries of the region that this tier is known to have got or given.
-        self._known: list[set[bytes]] = [set() for _ in lanes]
+        # Of the region's entries, by group, those that this tier is known to have got or given.
+        self._known: list[list[set[bytes]]] = [[set() for _ in index.every_group] for _ in lanes]
         # Evicted entries that are being written, and until when that may take.
         self._leaving: dict[bytes, float] = {}
         # Uses of entries in the tier above, where the edge counts them.
@@ -55,20 +55,25 @@ class Cascade:
     def arrived(self, keys: Sequence[bytes], source: int, now_s: float) -> None:
         """Entries are whole in the region: computed, or brought in from tier `source`."""
         if source != REGION:
-            self._known[source].update(keys)
             self._used(source, keys, now_s)
-        if self._lanes and self._lanes[0].edge.kind == WRITE_THROUGH and source != 0:
+        if self._lanes and self._lanes[0].edge.kind == WRITE_THROUGH:
             self._store(0, keys, now_s)
+
+    def loaded(self, key: bytes, groups: Iterable[int], sources: Iterable[int]) -> None:
+        """An entry came into the region: in these groups, from these tiers."""
+        for group, source in zip(groups, sources, strict=True):
+            if source >= 0:
+                self._known[source][group].add(key)
 
     def touched(self, keys: Sequence[bytes], now_s: float) -> None:
         """Entries of the region were used: the tiers that have them too are to keep them."""
         if self.counts_touches:
             self._used(REGION, keys, now_s)
         for lane, known in zip(self._lanes, self._known, strict=True):
-            there = [key for key in keys if key in known]
-            if there and lane.open:
-                groups = self._index.every_group
-                lane.tier.touch([BlockKey(key, group) for key in there for group in groups])
+            if lane.open and any(known):
+                there = [BlockKey(k, g) for k in keys for g, of in enumerate(known) if k in of]
+                if there:
+                    lane.tier.touch(there)
 
     def _used(self, above: int, keys: Iterable[bytes], now_s: float) -> None:
         below = above + 1
@@ -77,7 +82,7 @@ class Cascade:
         counts, wanted = self._uses[below], self._lanes[below].edge.hits
         due = []
         for key in keys:
-            if self._index.present(key, self._index.every_group):
+            if self._index.present(key, self._index.lead):
                 counts[key] = counts.get(key, 0) + 1
                 if counts[key] >= wanted:
                     due.append(key)
@@ -93,12 +98,17 @@ class Cascade:
         if not self.spills:
             self.gone(victims)
             return ()
-        self.gone(victims)
-        lane = self._lanes[0]
-        blocks = [BlockKey(key, group) for key in victims for group in self._index.every_group]
+        lane, index = self._lanes[0], self._index
+        blocks = [
+            BlockKey(key, group)
+            for group in index.every_group
+            for key, row in zip(victims, index.rows_if_ready(victims, group), strict=True)
+            if row != NO_ROW
+        ]
         answers = dict(zip(blocks, lane.tier.lookup(blocks), strict=True))
         there = {block.hash for block, answer in answers.items() if answer is Lookup.HIT}
         there -= {block.hash for block, answer in answers.items() if answer is not Lookup.HIT}
+        self.gone(victims)
         stored = self._store(0, [key for key in victims if key not in there], now_s)
         self._leaving.update(dict.fromkeys(stored, now_s + self._settings.store_timeout_s))
         return stored
@@ -110,26 +120,33 @@ class Cascade:
     def gone(self, keys: Collection[bytes]) -> None:
         """Entries are no longer in the region."""
         for known in self._known:
-            if known:
-                known.difference_update(keys)
+            for of_group in known:
+                if of_group:
+                    of_group.difference_update(keys)
         if self.counts_touches:
             for key in keys:
                 self._uses[0].pop(key, None)
 
+    def dropped(self, blocks: Iterable[BlockKey]) -> None:
+        """Of entries that are still there, these are no longer in the region."""
+        for known in self._known:
+            for key, group in blocks:
+                known[group].discard(key)
+
     def _store(self, number: int, keys: Sequence[bytes], now_s: float) -> Sequence[bytes]:
         """Begin to write entries that are ready; those for which that was done."""
-        known, index = self._known[number], self._index
-        wanted = [key for key in keys if key not in known] if known else list(keys)
+        index = self._index
         blocks: list[BlockKey] = []
         rows: list[int] = []
-        for group in index.every_group:
+        for group, known in zip(index.every_group, self._known[number], strict=True):
+            wanted = [key for key in keys if key not in known] if known else keys
             for key, row in zip(wanted, index.rows_if_ready(wanted, group), strict=True):
                 if row != NO_ROW:
                     blocks.append(BlockKey(key, group))
                     rows.append(row)
         if index.groups > 1:
             # By entry, so that what there is no room for are whole entries at the end.
-            place = {key: n for n, key in enumerate(wanted)}
+            place = {key: n for n, key in enumerate(keys)}
             order = sorted(range(len(blocks)), key=lambda at: place[blocks[at].hash])
             blocks, rows = [blocks[at] for at in order], [rows[at] for at in order]
         return self._submit(number, blocks, rows, now_s)
@@ -180,14 +197,17 @@ class Cascade:
         self._asker.stored(
             [block for block in flight.blocks if block.hash not in failed], lane.number
         )
-        self._known[lane.number].update(
-            key for key in done if self._index.present(key, self._index.every_group)
-        )
+        known = self._known[lane.number]
+        for block, outcome in zip(flight.blocks, result.outcomes, strict=True):
+            if outcome is Outcome.DONE and self._index.present(block.hash, (block.group,)):
+                known[block.group].add(block.hash)
         below = lane.number + 1
         if below < len(self._lanes) and self._lanes[below].edge.kind == WRITE_THROUGH:
             # Also what this tier could not take: one that is lost does not cut off those below it.
             known = self._known[below]
-            onward = [at for at, block in enumerate(flight.blocks) if block.hash not in known]
+            onward = [
+                at for at, block in enumerate(flight.blocks) if block.hash not in known[block.group]
+            ]
             self._submit(
                 below,
                 [flight.blocks[at] for at in onward],

@@ -55,6 +55,10 @@ class Lane:
         # Until when the time in which it had loads, and stores, is counted.
         self._counted_s = {True: 0.0, False: 0.0}
 
+    @property
+    def loading_blocks(self) -> int:
+        return sum(len(flight.blocks) for flight in self.flights.values() if flight.is_load)
+
     def submit(
         self,
         blocks: Sequence[BlockKey],

@@ -41,8 +41,9 @@ class Run:
 
 
 @dataclass(slots=True)
-class _Arrival:
-    """An entry on its way in. `ended` are the rows whose job has its result."""
+class Arrival:
+    """An entry on its way in: into these groups, from these tiers. `ended` are the rows whose job
+    has its result."""
 
     key: bytes
     groups: Sequence[int]
@@ -65,19 +66,20 @@ class Promotions:
         self._asker = asker
         self._settings = settings
         self._rows_most = max(index.groups, int(index.rows_total * settings.promotion_share))
-        self._arrivals: dict[bytes, _Arrival] = {}
-        self._flights: dict[tuple[int, int], list[_Arrival]] = {}
+        self._arrivals: dict[bytes, Arrival] = {}
+        self._flights: dict[tuple[int, int], list[Arrival]] = {}
         self._rows_arriving = 0
+        self._rows_held = 0
         self.rows_late = 0
         self._queue: deque[tuple[Run, Collection[bytes], float]] = deque()
         self._queued: dict[bytes, float] = {}
-        # Landed and pinned: the tier it came from, and until when it is held.
-        self.held: dict[bytes, tuple[int, float]] = {}
+        # Landed and pinned: the tier it came from, until when it is held, and its rows.
+        self.held: dict[bytes, tuple[int, float, int]] = {}
 
     @property
     def rows_taken(self) -> int:
         """Rows on their way in, late ones included, and rows that are held for somebody."""
-        return self._rows_arriving + len(self.held) * self._index.groups
+        return self._rows_arriving + self._rows_held
 
     @property
     def busy(self) -> bool:
@@ -100,8 +102,7 @@ class Promotions:
         """Load a run; how many of its leading entries are, or wait to be, on their way. The others
         never can be: what is kept for their own sequence takes all the room there is."""
         started = self._start(run, keep, now_s, clock_s)
-        own = sum(key in self._arrivals or key in self.held for key in keep)
-        room = max(0, self._rows_most // len(run.groups) - own)
+        room = max(0, self._rows_most - self._rows_of(keep)) // len(run.groups)
         absent = [key for key in run.keys[started:] if key in run.sources]
         end = run.keys.index(absent[room]) if room < len(absent) else len(run.keys)
         if started < end:
@@ -111,13 +112,19 @@ class Promotions:
         self._no_room(run, absent[room:])
         return end
 
+    def _rows_of(self, keys: Collection[bytes]) -> int:
+        """Rows that these have because of their promotion."""
+        arrivals = (self._arrivals[key] for key in keys if key in self._arrivals)
+        held = (self.held[key][2] for key in keys if key in self.held)
+        return sum(len(arrival.ended) + arrival.blocks_left for arrival in arrivals) + sum(held)
+
     def _no_room(self, run: Run, keys: Iterable[bytes]) -> None:
         for key in keys:
             self._lanes[max(run.sources[key])].counters.no_room += 1
 
     def _start(self, run: Run, keep: Collection[bytes], now_s: float, clock_s: float) -> int:
         """Submit what there is room for; the end of the leading entries that are on their way."""
-        index, keys = self._index, run.keys
+        index, keys = self._index, run.keys[: self._whole(run)]
         entries = max(0, self._rows_most - self.rows_taken) // len(run.groups)
         absent = [k for k in keys if k in run.sources and not index.present(k, run.groups)]
         if entries < len(absent):
@@ -129,42 +136,63 @@ class Promotions:
         waiting = set(absent).difference(admitted.keys)
         return next((n for n, key in enumerate(run.keys) if key in waiting), len(run.keys))
 
+    def _whole(self, run: Run) -> int:
+        """Up to where nothing has gone from the region that was there when the run was asked
+        for: what is behind such a gap is of no use."""
+        index = self._index
+        for at, key in enumerate(run.keys):
+            sources = run.sources.get(key)
+            if sources is None:
+                gone = not index.present(key, run.groups)
+            else:
+                gone = any(
+                    source < 0 and not index.present(key, (group,))
+                    for group, source in zip(run.groups, sources, strict=True)
+                )
+            if gone:
+                return at
+        return len(run.keys)
+
     def _submit(
         self, run: Run, keys: Sequence[bytes], rows: Sequence[Sequence[int]], now_s: float
     ) -> None:
         deadline_s = now_s + self._settings.load_timeout_s
-        jobs: dict[int, tuple[list[_Arrival], list[BlockKey], list[int]]] = {}
+        jobs: dict[int, tuple[list[Arrival], list[BlockKey], list[int]]] = {}
         for n, key in enumerate(keys):
-            arrival = _Arrival(key, run.groups, run.sources[key], deadline_s + _GRACE_S, 0)
-            for at, group in enumerate(run.groups):
-                row = rows[at][n]
-                if row != NO_ROW:
-                    arrivals, blocks, places = jobs.setdefault(arrival.sources[at], ([], [], []))
-                    arrivals.append(arrival)
-                    blocks.append(BlockKey(key, group))
-                    places.append(row)
-                    arrival.blocks_left += 1
+            places = [
+                (group, source, rows[at][n])
+                for at, (group, source) in enumerate(zip(run.groups, run.sources[key], strict=True))
+                if rows[at][n] != NO_ROW
+            ]
+            # Only what this brings in: somebody else may be storing the entry's other groups.
+            groups, sources = [group for group, *_ in places], [source for _, source, _ in places]
+            arrival = Arrival(key, groups, sources, deadline_s + _GRACE_S, len(places))
+            for group, source, row in places:
+                arrivals, blocks, into = jobs.setdefault(source, ([], [], []))
+                arrivals.append(arrival)
+                blocks.append(BlockKey(key, group))
+                into.append(row)
             self._arrivals[key] = arrival
             self._rows_arriving += arrival.blocks_left
         most = self._settings.batch_blocks
-        for number, (arrivals, blocks, places) in jobs.items():
+        for number, (arrivals, blocks, into) in jobs.items():
             lane = self._lanes[number]
             lane.breaker.allows(now_s)
             for start in range(0, len(blocks), most):
                 end = start + most
                 job_id = lane.submit(
                     blocks[start:end],
-                    places[start:end],
+                    into[start:end],
                     is_load=True,
                     now_s=now_s,
                     deadline_s=deadline_s,
                 )
                 self._flights[number, job_id] = arrivals[start:end]
 
-    def landed(self, lane: Lane, flight: Flight, result: JobResult, now_s: float) -> list[bytes]:
-        """A load ended; the entries that are whole in the region by it."""
+    def landed(self, lane: Lane, flight: Flight, result: JobResult, now_s: float) -> list[Arrival]:
+        """A load ended; what is whole in the region by it."""
         arrivals = self._flights.pop((lane.number, flight.job_id))
-        whole: list[_Arrival] = []
+        whole: list[Arrival] = []
         for at, arrival in enumerate(arrivals):
             arrival.blocks_left -= 1
             self._rows_arriving -= 1
@@ -184,18 +212,26 @@ class Promotions:
                     whole.append(arrival)
         for arrival in whole:
             self._index.commit((arrival.key,), arrival.groups)
-            source = max(arrival.sources)
-            self.held[arrival.key] = (source, now_s + self._settings.hold_s)
+            source, rows = max(arrival.sources), len(arrival.ended)
+            before = self.held.get(arrival.key)
+            if before is None:
+                self._index.pin((arrival.key,))
+            else:
+                rows += before[2]
+            self.held[arrival.key] = (source, now_s + self._settings.hold_s, rows)
+            self._rows_held += len(arrival.ended)
             self._lanes[source].counters.hits += 1
-        keys = [arrival.key for arrival in whole]
-        self._index.pin(keys)
-        self._index.counters.promoted += len(keys)
-        return keys
+        self._index.counters.promoted += len(whole)
+        return whole
 
     def used(self, keys: Iterable[bytes]) -> dict[bytes, int]:
         """The engine has its own pins on these now. Those that were held: where they came from."""
         held = self.held
-        came = {key: held.pop(key)[0] for key in keys if key in held} if held else {}
+        came: dict[bytes, int] = {}
+        for key in keys if held else ():
+            if key in held:
+                came[key], _, rows = held.pop(key)
+                self._rows_held -= rows
         if came:
             self._index.unpin(list(came))
         return came
@@ -207,7 +243,7 @@ class Promotions:
             self._lanes[number].breaker.ended(now_s, worked=False)
         for arrival in late:
             self._give_up(arrival, now_s)
-        for key in [key for key, (_, until_s) in self.held.items() if until_s <= now_s]:
+        for key in [key for key, (_, until_s, _) in self.held.items() if until_s <= now_s]:
             self.used((key,))
         for _ in range(len(self._queue)):
             run, keep, until_s = self._queue.popleft()
@@ -226,7 +262,7 @@ class Promotions:
                 absent = (k for k in rest.keys if k in rest.sources)
                 self._queued.update(dict.fromkeys(absent, until_s))
 
-    def _give_up(self, arrival: _Arrival, now_s: float) -> None:
+    def _give_up(self, arrival: Arrival, now_s: float) -> None:
         """Its rows are free as the tiers let go of them."""
         del self._arrivals[arrival.key]
         arrival.given_up = True

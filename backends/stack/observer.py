@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 PRIMARY: Final = "shm"  # the region's name, where the tiers under it have theirs
+NODE: Final = "node"  # the regions of other replicas on this node, as a source of blocks
 
 
 class Observer:

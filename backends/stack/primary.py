@@ -28,11 +28,17 @@ NO_ROW: Final = -1
 Spill = Callable[[list[bytes]], Collection[bytes]]
 """Told what is evicted, with pins on what still has to be read; answers with those keys."""
 
+Release = Callable[[int, Collection[bytes]], int]
+"""Asked for rows that may go before any entry does, of no key that is held; how many went."""
+
+Wanted = Callable[[int], Sequence[Sequence[int]]]
+"""The groups that each of a run's first n entries is to have rows in, if no others get any."""
+
 
 @dataclass(slots=True)
 class PrimaryCounters:
     """Counts since the start, in entries. `refused` were not worth storing, for `skipped_stores`
-    there was no room."""
+    there was no room. `rows_left` counts rows that went because a window had left them."""
 
     lookups: int = 0
     hits: int = 0
@@ -42,6 +48,7 @@ class PrimaryCounters:
     refused: int = 0
     promoted: int = 0
     errors: int = 0
+    rows_left: int = 0
 
 
 @dataclass(slots=True)
@@ -63,9 +70,12 @@ class PrimaryIndex:
         self.rows_total = rows
         self.groups = groups
         self.every_group = tuple(range(groups))
+        # The groups in which an entry that is whole always has a row.
+        self.lead: Sequence[int] = self.every_group
         self.policy = policy
         self.counters = PrimaryCounters()
         self.spill: Spill | None = None
+        self.release: Release | None = None
         self.admission: AdmissionPolicy | None = None
         self.observers: Sequence[Observer] = ()
         self.unread: Unread[int] = Unread(rows)  # by row
@@ -148,15 +158,26 @@ class PrimaryIndex:
         parent: bytes | None = None,
         keep: Collection[bytes] = (),
         weigh: bool = False,
+        elsewhere: Collection[bytes] = (),
     ) -> Admitted:
         """Rows for those of a run's entries that have none, the leading ones if there is no room
         for all. Neither the run nor `keep` is evicted for it. `weigh`: only as far as they are
-        worth it.
+        worth it. Those of `elsewhere` get none, because others keep them.
 
         `keys[0]` is chunk number `first` of its sequence and `parent` the chunk before it.
         """
         if len(groups) > 1:
-            return self._admit_rows(keys, groups, now_s, first, parent, keep, weigh)
+            return self.admit_rows(
+                keys,
+                groups,
+                lambda count: [groups] * count,
+                now_s,
+                first=first,
+                parent=parent,
+                keep=keep,
+                weigh=weigh,
+                elsewhere=elsewhere,
+            )
         [group] = groups
         ready, arriving = self._ready[group], self._arriving[group]
         new = keys
@@ -167,6 +188,8 @@ class PrimaryIndex:
         ):
             absent = (k not in ready and k not in arriving and k not in self._leaving for k in keys)
             new = [key for key, wanted in zip(keys, absent, strict=True) if wanted]
+        if elsewhere:
+            new = [key for key in new if key not in elsewhere]
         free, evicted = self._free, []
         if weigh and (self.admission is not None or len(new) > len(free)):
             new = self._worthy(keys, new, len(free), now_s, first, parent)
@@ -188,27 +211,31 @@ class PrimaryIndex:
         self._insert(keys, new, now_s, first, parent)
         return Admitted(new, [rows], evicted, short)
 
-    def _admit_rows(
+    def admit_rows(
         self,
         keys: Sequence[bytes],
         groups: Sequence[int],
+        wanted: Wanted,
         now_s: float,
-        first: int,
-        parent: bytes | None,
-        keep: Collection[bytes],
-        weigh: bool,
+        *,
+        first: int = 0,
+        parent: bytes | None = None,
+        keep: Collection[bytes] = (),
+        weigh: bool = False,
+        elsewhere: Collection[bytes] = (),
     ) -> Admitted:
-        """`admit` where an entry has rows in several groups: it gets all that it lacks, or none."""
+        """`admit` where an entry has rows in several groups, those of `groups` that are `wanted`
+        for it: it gets all that it lacks, or none."""
+        places = wanted(len(keys))
+        if weigh:
+            worth = self._worth(keys, places, now_s, first, parent, elsewhere)
+            places = places if worth == len(keys) else wanted(worth)
         lacking = [
-            (key, [g for g in groups if key not in self._ready[g] and key not in self._arriving[g]])
-            for key in keys
-            if key not in self._leaving
+            (key, [g for g in own if key not in self._ready[g] and key not in self._arriving[g]])
+            for key, own in zip(keys, places, strict=False)
+            if key not in self._leaving and key not in elsewhere
         ]
         lacking = [(key, without) for key, without in lacking if without]
-        if weigh:
-            absent = [key for key, _ in lacking]
-            room = len(self._free) // len(groups)
-            lacking = lacking[: len(self._worthy(keys, absent, room, now_s, first, parent))]
         short = sum(len(without) for _, without in lacking) - len(self._free)
         evicted = []
         if short > 0:
@@ -226,6 +253,31 @@ class PrimaryIndex:
             new.append(key)
         self._insert(keys, new, now_s, first, parent)
         return Admitted(new, rows, evicted, len(lacking) - len(new))
+
+    def _worth(
+        self,
+        keys: Sequence[bytes],
+        places: Sequence[Sequence[int]],
+        now_s: float,
+        first: int,
+        parent: bytes | None,
+        elsewhere: Collection[bytes],
+    ) -> int:
+        """How many of the first of these are worth their rows; what is there already always is."""
+        new = [
+            (key, len(own))
+            for key, own in zip(keys, places, strict=True)
+            if own and key not in self.policy and key not in self._leaving and key not in elsewhere
+        ]
+        room, left = 0, len(self._free)
+        for _, rows in new:
+            left -= rows
+            if left < 0:
+                break
+            room += 1
+        absent = [key for key, _ in new]
+        worthy = self._worthy(keys, absent, room, now_s, first, parent)
+        return keys.index(absent[len(worthy)]) if len(worthy) < len(absent) else len(keys)
 
     def _worthy(
         self,
@@ -276,6 +328,8 @@ class PrimaryIndex:
         """Evict until so many rows more are free, as far as that can be; who went."""
         held = self.held(*protected)
         evicted: list[bytes] = []
+        if self.release is not None:
+            rows -= self.release(rows, held)
         while rows > 0:
             # An entry may have fewer rows than there are groups: never more than is needed.
             victims = self.policy.victims(-(-rows // self.groups), held)
@@ -363,6 +417,18 @@ class PrimaryIndex:
             gone += self._give_back(key)
             self._forget_if_empty(key)
         return gone
+
+    def drop(self, key: bytes, group: int) -> int:
+        """Give up what an entry that nothing holds has in one group; how many rows that frees."""
+        row = self._ready[group].pop(key, None)
+        if row is None:
+            return 0
+        self._free.append(row)
+        for observer in self.observers:
+            observer.removed(PRIMARY, group, (key,))
+        self._forget_if_empty(key)
+        self.counters.rows_left += 1
+        return 1
 
     def _tell_gone(self, keys: Sequence[bytes]) -> None:
         """What of these is ready will not be any more."""

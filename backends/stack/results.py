@@ -13,10 +13,14 @@ class Found(NamedTuple):
 
     By `deadline_s`, on the clock of `time.monotonic`, every PENDING of these will be over, or be
     another tier's: a tier that is late is passed over, each tier once.
+
+    `whole`, where some groups keep a window only: how many leading keys the others have. If that is
+    more than what is hit, the run parts there from what was stored.
     """
 
     answers: Sequence[Lookup]
     deadline_s: float | None
+    whole: int = 0
 
     @property
     def hits(self) -> int:

@@ -53,6 +53,8 @@ class StackSettings:
     load_from: `fastest`, the nearest tier that has a block; `recompute_if_slower` passes a tier
         over while loading from it would take longer than to compute the tokens again.
     tokens_per_entry: what a miss of one entry recomputes.
+    whole_answers: of a run nothing is loaded before every tier has answered for all of it, so that
+        what goes into one batch does not depend on who answers first.
     lookup_timeout_s: how long a tier may leave a lookup PENDING before the next one is asked.
     load_timeout_s, store_timeout_s: deadlines of one batch.
     engine_timeout_s: how long the engine may take to fill what `prepare_store` gave it before
@@ -71,6 +73,7 @@ class StackSettings:
     edges: tuple[Edge, ...] = ()
     load_from: str = FASTEST
     tokens_per_entry: int = 1
+    whole_answers: bool = False
     lookup_timeout_s: float = 0.05
     load_timeout_s: float = 2.0
     store_timeout_s: float = 10.0

@@ -18,12 +18,12 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict
 from itertools import repeat
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from backends.errors import TierError
+from backends.errors import ConfigError, TierError
 from backends.policy.admission import AdmissionPolicy
 from backends.policy.base import EvictionPolicy
 from backends.stack.asks import Asker
@@ -31,14 +31,19 @@ from backends.stack.below import Below
 from backends.stack.cascade import REGION, Cascade
 from backends.stack.counters import TierCounters
 from backends.stack.headers import RowHeaders
+from backends.stack.hybrid import HybridLookup
 from backends.stack.lane import Lane
 from backends.stack.loads import Promotions, Run
 from backends.stack.measure import EngineSpeed
 from backends.stack.observer import Observer
-from backends.stack.primary import PrimaryCounters, PrimaryIndex
+from backends.stack.primary import NO_ROW, Admitted, PrimaryCounters, PrimaryIndex
 from backends.stack.results import Found, Loading, Storing
 from backends.stack.settings import StackSettings
+from backends.stack.windows import Reach, Windows
 from backends.tier.base import Lookup, Tier
+
+if TYPE_CHECKING:
+    from backends.stack.node import NodeRows
 
 _HIT: Final = Lookup.HIT
 _SWEEP_S: Final = 1.0
@@ -56,17 +61,27 @@ class TierStack:
         settings: StackSettings = StackSettings(),  # noqa: B008 - frozen
         *,
         groups: int = 1,
+        reach: Reach = (),
         entry_bytes: int = 0,
         headers: RowHeaders | None = None,
         admission: AdmissionPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.monotonic,
         observers: Sequence[Observer] = (),
+        node: NodeRows | None = None,
     ) -> None:
-        """`rows` are those of the region. `headers` None: whoever copies keeps the rows' headers,
-        or there are no tiers that need them. `entry_bytes` are moved for one entry. `clock` is
-        what eviction goes by; deadlines never do.
+        """`rows` are those of the region. `reach`, one a group: see `backends.stack.windows`;
+        without it every group has to be there for every entry of a hit. `headers` None: whoever
+        copies keeps the rows' headers, or there are no tiers that need them. `entry_bytes` are
+        moved for one entry. `clock` is what eviction goes by; deadlines go by `now`, which only a
+        simulation changes. `node` are the rows of other replicas that may be used too; `close`
+        closes it.
         """
         self._index = PrimaryIndex(rows, groups, policy)
+        self._node = node
+        if node is not None:
+            node.bind(self._index)
+            observers = (*observers, node)
         self._index.admission = admission
         self._settings = settings
         self._observers = self._index.observers = observers
@@ -79,9 +94,12 @@ class TierStack:
         self._headers = headers
         self._rows_ahead = int(rows * settings.evict_ahead) if self._cascade.spills else 0
         self._storing: dict[bytes, float] = {}
+        # Where groups keep windows, those in which an entry is being stored.
+        self._given: dict[bytes, Sequence[int]] = {}
         self._doomed: set[bytes] = set()
         self._sweep_at_s = 0.0
         self.clock = clock
+        self._now = now
         self.engine = EngineSpeed()
         self._below = Below(
             self._index,
@@ -92,6 +110,19 @@ class TierStack:
             settings,
             entry_bytes,
         )
+        self._windows: Windows | None = None
+        if any(own is not None for own in reach):
+            if node is not None:
+                raise ConfigError(
+                    "groups with a window were given together with the rows of other replicas, "
+                    "which are found for whole entries alone; use region.scope=replica"
+                )
+            self._windows = Windows(self._index, reach, self._cascade.dropped)
+            self._index.lead = self._windows.full
+            self._index.release = self._windows.release
+            self._hybrid = HybridLookup(
+                self._index, self._windows, self._asker, self._loads, self._below, self._coming
+            )
 
     @property
     def index(self) -> PrimaryIndex:
@@ -113,6 +144,11 @@ class TierStack:
         return self._loads.rows_late
 
     @property
+    def shares_rows(self) -> bool:
+        """Whether rows of other replicas of this node are used too."""
+        return self._node is not None
+
+    @property
     def busy(self) -> bool:
         """Whether a tier has a job, or a promotion waits for room: `step` may change something."""
         return self._cascade.busy or self._loads.busy
@@ -132,12 +168,20 @@ class TierStack:
         MISS. The run itself and `keep` are not evicted for that. Ask again while it is PENDING.
         """
         index = self._index
+        if groups is None and self._windows is not None:
+            now_s, clock_s = self._now(), self.clock()
+            found = self._hybrid.find(keys, first, parent, keep, now_s, clock_s)
+            if not found.waits:
+                self._count_lookup(keys, found.hits)
+            return found
         groups = index.every_group if groups is None else groups
         if index.all_ready(keys, groups):
             self._count_lookup(keys, len(keys))
             return Found([_HIT] * len(keys), None)
-        now_s = time.monotonic()
+        now_s = self._now()
         there = index.ready(keys, groups)
+        if self._node is not None:
+            there = self._node.reach(keys, groups, there)
         answers = [_HIT if ready else Lookup.MISS for ready in there]
         until_s: list[float] = []
         absent: list[int] = []
@@ -181,40 +225,55 @@ class TierStack:
         as used by that."""
         if self._index.admission is not None:
             self._index.admission.seen(request or keys)
+        if self._node is not None:
+            self._node.used(keys)
+        if self._windows is not None:
+            self._windows.used(keys)
         held = self._loads.held
         if held and not held.keys().isdisjoint(keys):
             end = next((n for n, key in enumerate(keys) if key in held), len(keys))
             keys = keys[:end]
         self._index.policy.touch(keys, self.clock())
         if self._lanes:
-            self._cascade.touched(keys, time.monotonic())
+            self._cascade.touched(keys, self._now())
 
     def prepare_load(
         self, keys: Sequence[bytes], *, groups: Sequence[int] | None = None
     ) -> Loading:
-        """Rows of keys that are HIT, kept until `complete_load`. Raises TierError for another."""
-        index = self._index
+        """Rows of keys that are HIT, kept until `complete_load`. Raises TierError for another.
+
+        In a group that keeps a window, only those that a hit which ends here needs."""
+        index, windows = self._index, self._windows if groups is None else None
         groups = index.every_group if groups is None else groups
         try:
-            rows = [index.rows_of(keys, group) for group in groups]
+            if windows is None:
+                rows = [index.rows_of(keys, group) for group in groups]
+            else:
+                rows = windows.rows(keys)
         except KeyError as error:
-            raise TierError(
-                f"key {error.args[0].hex()[:16]} is to be loaded and is not in the region; look it "
-                "up in the same step, and load what is a HIT"
-            ) from error
+            found = None if self._node is None else self._node.load(keys, groups)
+            if found is None:
+                raise TierError(
+                    f"key {error.args[0].hex()[:16]} is to be loaded and is not in the region; "
+                    "look it up in the same step, and load what is a HIT"
+                ) from error
+            rows = found
         index.pin(keys)
         for of_group in rows:
             index.unread.read(of_group)
-        if not self._loads.held:
-            return Loading(rows, {})
-        came = self._loads.used(keys)
-        return Loading(rows, {key: self._lanes[number].name for key, number in came.items()})
+        sources = {} if self._node is None else self._node.sources(keys)
+        if self._loads.held:
+            came = self._loads.used(keys)
+            sources |= {key: self._lanes[number].name for key, number in came.items()}
+        return Loading(rows, sources)
 
     def complete_load(self, keys: Sequence[bytes], failed: Collection[bytes] = ()) -> None:
         """The copies that `prepare_load` allowed have ended on all ranks. Those of `failed` were
         not what they should be on some rank: they are a miss for all from now on."""
         if failed:
             self._forget(failed)
+        if self._node is not None:
+            self._node.loaded(keys, failed)
         self._index.unpin(keys)
 
     def _forget(self, keys: Collection[bytes]) -> None:
@@ -230,15 +289,24 @@ class TierStack:
         parent: bytes | None = None,
         groups: Sequence[int] | None = None,
         keep: Collection[bytes] = (),
+        parted: int = 0,
+        held_from: Sequence[int] = (),
     ) -> Storing:
         """Rows to store a run into, for those of its entries that are neither there nor coming.
 
         Only as far as the policies find them worth it. Room is made by evicting others than the run
         and `keep`. Where that is not enough the run is cut short; rows that are on their way out
         may be free after the next `step`.
+
+        Where a group keeps a window, the run is all that its request has, first chunk first. Behind
+        `parted` of its keys it parted from other requests, as the lookup said. `held_from` has, by
+        group, the first key whose bytes the engine holds.
         """
         index = self._index
+        if groups is None and self._windows is not None:
+            return self._store_windowed(self._windows, keys, first, parent, keep, parted, held_from)
         groups = index.every_group if groups is None else groups
+        elsewhere = () if self._node is None else self._node.reserve(keys, groups)
         admitted = index.admit(
             keys,
             groups,
@@ -247,18 +315,56 @@ class TierStack:
             parent=parent,
             keep=keep,
             weigh=True,
+            elsewhere=elsewhere,
         )
+        if self._node is not None:
+            self._node.reserved(admitted.keys)
+        return self._announced(admitted, groups)
+
+    def _announced(self, admitted: Admitted, groups: Sequence[int]) -> Storing:
         new = admitted.keys
         if new:
-            until_s = time.monotonic() + self._settings.engine_timeout_s
+            until_s = self._now() + self._settings.engine_timeout_s
             self._storing.update(dict.fromkeys(new, until_s))
             if self._headers is not None:
                 for group, rows in zip(groups, admitted.rows, strict=True):
                     self._headers.announce(new, rows, group)
         return Storing(new, admitted.rows, admitted.evicted, admitted.short)
 
+    def _store_windowed(
+        self,
+        windows: Windows,
+        keys: Sequence[bytes],
+        first: int,
+        parent: bytes | None,
+        keep: Collection[bytes],
+        parted: int,
+        held_from: Sequence[int],
+    ) -> Storing:
+        groups, columns = self._index.every_group, list[Sequence[int]]()
+
+        def wanted(count: int) -> list[Sequence[int]]:
+            columns[:] = windows.to_store(keys, count, parted, held_from)
+            return columns
+
+        admitted = self._index.admit_rows(
+            keys,
+            groups,
+            wanted,
+            self.clock(),
+            first=first,
+            parent=parent,
+            keep=keep,
+            weigh=True,
+        )
+        windows.leave(keys, columns)
+        rows_of = zip(*admitted.rows, strict=True)
+        for key, rows in zip(admitted.keys, rows_of, strict=True):
+            self._given[key] = [group for group in groups if rows[group] != NO_ROW]
+        return self._announced(admitted, groups)
+
     def _spill(self, victims: list[bytes]) -> Collection[bytes]:
-        return self._cascade.spill(victims, time.monotonic())
+        return self._cascade.spill(victims, self._now())
 
     def complete_store(
         self,
@@ -274,32 +380,51 @@ class TierStack:
         if failed or self._doomed:
             lost = {*failed, *self._doomed.intersection(keys)}
             self._doomed -= lost
-            index.free(index.take_back((key for key in keys if key in lost), groups))
+            for of_lost, own in self._given_out([key for key in keys if key in lost], groups):
+                index.free(index.take_back(of_lost, own))
+            if self._node is not None:
+                self._node.given_up(lost, groups)
             for key in lost:
                 self._storing.pop(key, None)
             keys = [key for key in keys if key not in lost]
         deque(map(self._storing.pop, keys, repeat(0.0)), 0)
-        rows = index.commit(keys, groups)
         index.counters.stored += len(keys)
-        for of_group in rows:
-            index.written(of_group)
-            if self._headers is not None:
-                self._headers.complete(of_group)
+        for of_keys, own in self._given_out(keys, groups):
+            for of_group in index.commit(of_keys, own):
+                index.written(of_group)
+                if self._headers is not None:
+                    self._headers.complete(of_group)
         if self._lanes:
-            self._cascade.arrived(keys, REGION, time.monotonic())
+            self._cascade.arrived(keys, REGION, self._now())
+
+    def _given_out(
+        self, keys: Sequence[bytes], groups: Sequence[int]
+    ) -> Iterable[tuple[Sequence[bytes], Sequence[int]]]:
+        """These, by the groups in which they were to be stored. Others of their groups may be on
+        their way in from a tier meanwhile."""
+        if not self._given:
+            return [(keys, groups)]
+        found: dict[tuple[int, ...], list[bytes]] = {}
+        for key in keys:
+            found.setdefault(tuple(self._given.pop(key, groups)), []).append(key)
+        return [(of_keys, own) for own, of_keys in found.items()]
 
     def step(self) -> None:
         """Take in what the tiers have finished, and begin what there is room for now."""
         for observer in self._observers:
             observer.stepped()
+        if self._node is not None:
+            self._node.take_in(self.clock())
         if not self._lanes:
             return
-        now_s = time.monotonic()
+        now_s = self._now()
         for lane in self._lanes:
             for flight, result in lane.poll(now_s):
                 if flight.is_load:
                     whole = self._loads.landed(lane, flight, result, now_s)
-                    self._cascade.arrived(whole, lane.number, now_s)
+                    for arrival in whole:
+                        self._cascade.loaded(arrival.key, arrival.groups, arrival.sources)
+                    self._cascade.arrived([a.key for a in whole], lane.number, now_s)
                 else:
                     self._cascade.ended(lane, flight, result, now_s)
         self._loads.advance(now_s, self.clock())
@@ -314,9 +439,23 @@ class TierStack:
         """Evict before there is need, where what is evicted has to be written first."""
         index = self._index
         short = self._rows_ahead - index.rows_free - index.rows_leaving
+        if short > 0 and self._windows is not None:
+            short -= self._windows.release(short, index.held())
         if short > 0:
             count = -(-short // index.groups)
             index.let_go(index.policy.victims(count, index.held()))
+
+    def under_way(self) -> dict[str, tuple[int, int]]:
+        """Blocks that are being stored into each tier, and loaded from it, now."""
+        return {lane.name: (lane.storing_blocks, lane.loading_blocks) for lane in self._lanes}
+
+    def used_bytes(self) -> dict[str, int]:
+        """What is in each tier, of all who share it."""
+        return {lane.name: lane.tier.usage().bytes for lane in self._lanes}
+
+    def evicted(self) -> dict[str, int]:
+        """Blocks that went from each tier to make room."""
+        return {lane.name: lane.tier.counters().get("evicted", 0) for lane in self._lanes}
 
     def region_report(self) -> dict[str, Any]:
         """The region's counts in entries, and what it holds in rows, in plain JSON types."""
@@ -326,6 +465,7 @@ class TierStack:
             "rows": index.rows_total,
             "rows_used": index.rows_used,
             "rows_pinned": index.rows_pinned,
+            "node": None if self._node is None else self._node.report(),
         }
 
     def report(self) -> dict[str, dict[str, Any]]:
@@ -348,26 +488,33 @@ class TierStack:
     def drain(self, timeout_s: float) -> bool:
         """Wait until everything that is under way has ended, along all edges; False if a tier did
         not in time."""
-        until_s = time.monotonic() + timeout_s
+        until_s = self._now() + timeout_s
         while True:
             self.step()
             if not self.busy:
                 return True
-            left_s = until_s - time.monotonic()
+            left_s = until_s - self._now()
             if left_s <= 0:
                 return False
             for lane in self._lanes:
                 if lane.flights:
                     lane.tier.drain(min(left_s, _DRAIN_STEP_S))
 
+    def settle(self, timeout_s: float) -> bool:
+        """`drain`, and let every tier learn what others did; False if one did not in time."""
+        self._asker.forget_asked()
+        return self.drain(timeout_s) and all(lane.tier.settle(timeout_s) for lane in self._lanes)
+
     def reset(self) -> None:
         """Forget the region's blocks, those that are on their way included: what they hold is no
         longer right. The tiers keep theirs."""
         self._doomed.update(self._storing)
-        self._loads.reset(time.monotonic())
+        self._loads.reset(self._now())
         self._asker.clear()
         self._cascade.gone(set(self._index.ready_keys()))
         self._index.reset()
+        if self._windows is not None:
+            self._windows.forget()
 
     def close(self) -> None:
         """Close the tiers; rows that one of them still uses must not be used again."""
@@ -378,3 +525,5 @@ class TierStack:
         self.step()
         if self._headers is not None:
             self._headers.close()
+        if self._node is not None:
+            self._node.close()

@@ -11,25 +11,45 @@ again and again. The stack's verbs never wait.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
 
-from backends.config import CacheConfig
 from backends.stack.primary import NO_ROW
 from backends.stack.stack import TierStack
 from orchestrator.engine.device_cache import DeviceCache
+from orchestrator.engine.paging import Paging
 from orchestrator.engine.stats import ReplicaStats
-from orchestrator.engine.step import FILL, LOAD, NOTHING, ChunkWork
+from orchestrator.engine.step import FILL, LOAD, NOTHING, ChunkWork, Int64Array
+from orchestrator.plan import Plan
 from orchestrator.workload.request import Request
 
 POLL_S = 0.0002
 ROOM_TIMEOUT_S = 2.0
 """How long a request may wait for rows that transfers hold before its stores are cut short."""
+REST_TIMEOUT_S = 60.0
+"""How long tiers may take to come to rest in lockstep."""
 
 Steps = Generator[list[ChunkWork], int, None]
 Rows = dict[bytes, tuple[int, ...]]
+
+
+def chunks_per_step(plan: Plan) -> int:
+    """The most chunks that one step works on."""
+    return max(1, plan.settings.engine.max_tokens_per_step // plan.region.tokens_per_row)
+
+
+def open_scheduler(plan: Plan, stack: TierStack) -> Scheduler:
+    """A replica's scheduler, as the plan has it."""
+    paging = Paging.of(plan.groups, plan.cache, plan.topology)
+    return Scheduler(
+        DeviceCache(plan.device_blocks, [window.blocks for window in paging.windows]),
+        stack,
+        paging,
+        chunks_per_step=chunks_per_step(plan),
+        lockstep=plan.settings.engine.lockstep,
+    )
 
 
 class Scheduler:
@@ -39,19 +59,24 @@ class Scheduler:
         self,
         device: DeviceCache,
         stack: TierStack,
-        cache: CacheConfig,
+        paging: Paging,
         *,
-        cp_size: int,
         chunks_per_step: int,
+        lockstep: bool = False,
     ) -> None:
+        """`lockstep`: let the tiers come to rest after every step, so that nothing is under way
+        when the next decision is made."""
         self._device = device
         self._stack = stack
-        self._block_tokens = cache.tokens_per_block * cp_size
-        self._hashes_per_block = self._block_tokens // cache.tokens_per_hash
-        self._chunk_blocks = cache.blocks_per_chunk
+        self._paging = paging
+        self._block_tokens = paging.block_tokens
+        self._chunk_blocks = paging.blocks_per_chunk
         self._chunks_per_step = chunks_per_step
         # Stored by the last step: whole once every rank has come to the next one.
         self._written: list[bytes] = []
+        self._lockstep = lockstep
+        self.pause: Callable[[], None] = lambda: time.sleep(POLL_S)
+        self.monotonic: Callable[[], float] = time.monotonic
         self.now_s = 0.0  # the workload's own time, which eviction goes by
         stack.clock = lambda: self.now_s
         self.stats = ReplicaStats()
@@ -66,7 +91,7 @@ class Scheduler:
             self.stats.rejected += 1
             return
         self.now_s = request.arrival_s
-        per_hash = self._hashes_per_block
+        per_hash = self._paging.hashes_per_block
         hashes = request.hashes[per_hash - 1 :: per_hash][:blocks]
         keys = hashes[self._chunk_blocks - 1 :: self._chunk_blocks]
         hit_max = min((request.prompt_tokens - 1) // self._block_tokens, len(hashes))
@@ -78,26 +103,33 @@ class Scheduler:
         block_ids = self._device.take_prefix(hashes[:hit_max])
         on_device = len(block_ids)
         first = on_device // self._chunk_blocks
-        load_end = first + (yield from self._find(keys, first, hit_max // self._chunk_blocks))
+        found, whole = yield from self._find(keys, first, hit_max // self._chunk_blocks)
+        load_end = first + found
         self._stack.touch(keys[:load_end], keys)
         loading = self._stack.prepare_load(keys[first:load_end])
+        on_device_from = self._device.held_from(block_ids)
+        held_from = self._paging.held_from(on_device_from, on_device, load_end)
         block_ids += self._device.take_free(blocks - on_device)
-        storing = yield from self._rows_for(keys)
+        parted = first + whole if whole > found else 0
+        storing = yield from self._rows_for(keys, parted, self._paging.chunks_held_from(held_from))
 
         work = _RequestWork(
             self._chunk_blocks,
             (NO_ROW,) * index.groups,
-            hashes,
+            self._paging.words(request.hashes, len(hashes)),
             keys,
             block_ids,
             on_device,
             load_end,
             dict(zip(keys[first:load_end], zip(*loading.rows, strict=True), strict=True)),
             storing,
+            again=bool(self._paging.windows),
         )
         yield from self._run(work, keys[first:load_end])
 
-        self._device.register(block_ids[: len(hashes)], hashes)
+        if work.load_end < load_end:
+            held_from = on_device_from  # computed from there on
+        self._device.register(block_ids[: len(hashes)], hashes, held_from)
         self._device.give_back(block_ids)
         stats = self.stats
         stats.requests += 1
@@ -116,27 +148,30 @@ class Scheduler:
 
     def _find(
         self, keys: Sequence[bytes], first: int, end: int
-    ) -> Generator[list[ChunkWork], int, int]:
-        """How many chunks from `first` on are in the region, or have been brought there."""
+    ) -> Generator[list[ChunkWork], int, tuple[int, int]]:
+        """How many chunks from `first` on are in the region, or have been brought there; and how
+        many of them would be but for their windows."""
         if first >= end:
-            return 0
+            return 0, 0
         parent = keys[first - 1] if first else None
         while True:
             found = self._stack.lookup(keys[first:end], first=first, parent=parent, keep=keys)
             if not found.waits:
-                return found.hits
+                return found.hits, found.whole
             yield from self._wait()
 
-    def _rows_for(self, keys: Sequence[bytes]) -> Generator[list[ChunkWork], int, Rows]:
+    def _rows_for(
+        self, keys: Sequence[bytes], parted: int, held_from: Sequence[int]
+    ) -> Generator[list[ChunkWork], int, Rows]:
         """Rows for the request's chunks that the region does not have, waiting a little for those
         that transfers hold. What there is no room for is not stored."""
         rows: Rows = {}
-        until_s = time.monotonic() + ROOM_TIMEOUT_S
+        until_s = self.monotonic() + ROOM_TIMEOUT_S
         while True:
-            storing = self._stack.prepare_store(keys, keep=keys)
+            storing = self._stack.prepare_store(keys, keep=keys, parted=parted, held_from=held_from)
             rows.update(zip(storing.keys, zip(*storing.rows, strict=True), strict=True))
             waits = self._written or self._stack.busy
-            if not storing.short or not waits or time.monotonic() >= until_s:
+            if not storing.short or not waits or self.monotonic() >= until_s:
                 self._stack.counters.skipped_stores += storing.short
                 return rows
             yield from self._wait()
@@ -146,8 +181,10 @@ class Scheduler:
         if self._written:
             # An empty step: when all ranks have come to it, they have ended the one before.
             yield from self._step([])
+        elif self._lockstep and self._stack.busy:
+            self._stack.drain(REST_TIMEOUT_S)
         else:
-            time.sleep(POLL_S)
+            self.pause()
         self._stack.step()
 
     def _run(
@@ -167,7 +204,13 @@ class Scheduler:
                 done, unloaded = [*done, *unloaded], []
             self._stack.complete_load(done, failed)
             self._stack.step()
+            if self._lockstep:
+                self._stack.drain(REST_TIMEOUT_S)
         self._stack.complete_load(unloaded)
+        if self._lockstep:
+            if self._written:
+                yield from self._step([])
+            self._stack.drain(REST_TIMEOUT_S)
 
     def _step(self, step: list[ChunkWork]) -> Generator[list[ChunkWork], int, int]:
         written = [chunk.key for chunk in step if chunk.store]
@@ -191,35 +234,42 @@ class _RequestWork(Iterator[ChunkWork]):
         self,
         chunk_blocks: int,
         no_rows: tuple[int, ...],
-        hashes: Sequence[bytes],
+        words: Int64Array,
         keys: Sequence[bytes],
         block_ids: Sequence[int],
         on_device: int,
         load_end: int,
         loading: Rows,
         storing: Rows,
+        *,
+        again: bool,
     ) -> None:
+        """`words` as `Paging` has them. `again`: what is to be done when a load has failed."""
         self._size = chunk_blocks
         self._no_rows = no_rows
-        self._hashes = hashes
+        self._words = words
         self._keys = keys
-        self._block_ids = block_ids
+        self._block_ids = np.asarray(block_ids, dtype=np.int64)
         self._on_device = on_device
         self.load_end = load_end
         self._loading = loading
         self._storing = storing
         self._chunk = 0
+        self._again = again
 
     def failed(self, key: bytes) -> None:
-        """This chunk could not be loaded everywhere: compute from there on."""
+        """This chunk could not be loaded everywhere: compute from there on, or from the hit on the
+        device on where the windows that were loaded do not reach back to there."""
         self.load_end = self._keys.index(key)
+        if self._again:
+            self.load_end = self._chunk = self._on_device // self._size
 
     def __next__(self) -> ChunkWork:
-        size = self._size
-        while self._chunk * size < len(self._hashes):
+        size, blocks = self._size, len(self._words)
+        while self._chunk * size < blocks:
             chunk = self._chunk
             self._chunk += 1
-            work = self._work(chunk, chunk * size, min(size, len(self._hashes) - chunk * size))
+            work = self._work(chunk, chunk * size, min(size, blocks - chunk * size))
             if work is not None:
                 return work
         raise StopIteration
@@ -232,18 +282,19 @@ class _RequestWork(Iterator[ChunkWork]):
         key, rows, store = bytes(32), self._no_rows, False
         if count == size:
             key = self._keys[chunk]
-            store = key in self._storing
-            if store:
-                rows = self._storing[key]
+            stored = self._storing.pop(key, None)
+            store = stored is not None
+            if stored is not None:
+                rows = stored
             elif loads:
                 rows = self._loading.get(key, rows)
+                if rows == self._no_rows:
+                    return None  # in every group it is before what the window needs
         if cached == count and not store:
             return None
-        ids = np.full(size, -1, dtype=np.int64)
-        ids[:count] = self._block_ids[start : start + count]
-        hashes = np.zeros(size, dtype=np.int64)
-        hashes[:count] = [
-            int.from_bytes(h[:8], "little", signed=True)
-            for h in self._hashes[start : start + count]
-        ]
-        return ChunkWork(key, rows, store, actions, ids, hashes)
+        ids, words = self._block_ids[start : start + size], self._words[start : start + size]
+        if count < size:
+            ids = np.concatenate([ids[:count], np.full(size - count, -1, dtype=np.int64)])
+            empty = np.zeros((size - count, words.shape[1]), dtype=np.int64)
+            words = np.concatenate([words, empty])
+        return ChunkWork(key, rows, store, actions, ids, words.ravel())

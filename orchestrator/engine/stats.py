@@ -11,13 +11,16 @@ from backends.histogram import LatencyHistogram
 class WorkerStats:
     """One worker's counts. Bytes are this worker's own; seconds are spent in copies alone.
 
-    A checked block is one block of one layer group whose loaded bytes were compared.
+    A checked block is one block of one layer group whose loaded bytes were compared. Tokens that
+    were computed are counted by every rank, whatever part of them it holds.
     """
 
     stored_bytes: int = 0
     stored_s: float = 0.0
     loaded_bytes: int = 0
     loaded_s: float = 0.0
+    computed_tokens: int = 0
+    computed_s: float = 0.0
     blocks_checked: int = 0
     blocks_wrong: int = 0
     refused_rows: int = 0

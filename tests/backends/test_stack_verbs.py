@@ -117,7 +117,7 @@ def hashes(name: str, count: int) -> list[bytes]:
 def test_what_is_stored_is_a_hit_only_when_it_is_complete() -> None:
     bench, keys = Bench(tiers=0), hashes("a", 3)
     stack = bench.open()
-    assert stack.lookup(keys) == ([MISS] * 3, None)
+    assert stack.lookup(keys) == Found([MISS] * 3, None)
     storing = stack.prepare_store(keys)
     found = stack.lookup(keys)
     assert found.answers == [PENDING] * 3

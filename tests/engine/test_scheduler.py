@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.config import CacheConfig
+from backends.layout import Column
 from backends.policy.registry import PolicyRegistry
 from backends.stack.stack import TierStack
 from orchestrator.engine.device_cache import DeviceCache
+from orchestrator.engine.paging import Paging
 from orchestrator.engine.scheduler import Scheduler
 from orchestrator.engine.step import FILL, LOAD, ChunkWork
 from orchestrator.workload.request import Request
@@ -66,8 +67,14 @@ def make(
     return Scheduler(
         DeviceCache(device),
         TierStack(rows, PolicyRegistry().open(eviction, rows // groups), groups=groups),
-        CacheConfig(tokens_per_block=tokens, tokens_per_hash=per_hash, blocks_per_chunk=chunk),
-        cp_size=1,
+        Paging(
+            block_tokens=tokens,
+            hashes_per_block=tokens // per_hash,
+            blocks_per_chunk=chunk,
+            pieces=(1,),
+            columns=tuple(Column(group, 0, 1, None) for group in range(groups)),
+            windows=(),
+        ),
         chunks_per_step=per_step,
     )
 
