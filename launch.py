@@ -9,7 +9,6 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     # of somebody's module with a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-import io
 import logging
 import os
 import sys
@@ -18,43 +17,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
-from hydra.conf import HydraConf
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 
-from orchestrator import app
 from orchestrator.compose import register
-from orchestrator.job import EXIT_CONFIG, EXIT_OK, Job, Outcome
+from orchestrator.job import EXIT_CONFIG, EXIT_OK
+from orchestrator.launching import FULL_ERROR, JobEntry, open_console
 from orchestrator.overrides import check_overrides, explain
 from orchestrator.problems import ConfigProblems, Problem
 from orchestrator.rundir import new_run_id
-from orchestrator.sweep import Sweep
+from orchestrator.sweep.sweep import Sweep
 
-FILE_WIDTH = 200
 CONF = Path(__file__).resolve().parent / "conf"
-
-
-def _console(*, stderr: bool) -> Console:
-    """As wide as the terminal; a file or a pipe gets lines that are not cut.
-
-    What is shown may hold anything that a user typed, so nothing in it is markup.
-    """
-    stream = sys.stderr if stderr else sys.stdout
-    if isinstance(stream, io.TextIOWrapper):
-        stream.reconfigure(errors="backslashreplace")
-    console = Console(stderr=stderr, markup=False, highlight=False, emoji=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = FILE_WIDTH
-    return console
-
-
-def _typed_overrides(hydra_config: HydraConf, sweeping: bool) -> tuple[str, ...]:
-    """Overrides as a user types them. Hydra escapes interpolations in those of a sweep alone."""
-    node = OmegaConf.to_container(hydra_config.overrides, resolve=sweeping)
-    assert isinstance(node, dict)
-    return tuple(node["task"])
 
 
 def main() -> int:
@@ -77,8 +50,7 @@ def main() -> int:
 
 
 def _main() -> int:
-    console, errors = _console(stderr=False), _console(stderr=True)
-    environment = dict(os.environ)
+    errors = open_console(stderr=True)
 
     def refuse(problems: Sequence[Problem]) -> int:
         errors.print(str(ConfigProblems(problems)), soft_wrap=True)
@@ -88,58 +60,43 @@ def _main() -> int:
         return refuse(problems)
 
     # Hydra would print its own errors and exit with 1; ours is 2, with the reason in one piece.
-    os.environ["HYDRA_FULL_ERROR"] = "1"
+    full_error = os.environ.get(FULL_ERROR) == "1"
+    os.environ[FULL_ERROR] = "1"
     register()
     run_id = new_run_id()
     OmegaConf.register_new_resolver("kvquay.run_id", lambda: run_id, replace=True)
-    begun: list[Job] = []
-    outcomes: list[Outcome] = []
-    bugs: list[Exception] = []
-    sweep = Sweep()
+    sweep = Sweep.asked_for(sys.argv[1:], run_id)
+    if sweep is not None:
+        sys.argv[1:] = sweep.argv
+    entry = JobEntry(run_id, full_error)
 
     @hydra.main(version_base="1.3", config_path="conf", config_name="config")
     def job(cfg: DictConfig) -> None:
-        hydra_config = HydraConfig.get()
-        sweeping = hydra_config.mode == RunMode.MULTIRUN
-        number = int(hydra_config.job.num) if sweeping else 0
-        description = Job(
-            run_id=f"{run_id}-{number}" if sweeping else run_id,
-            run_dir=Path(hydra_config.runtime.output_dir),
-            overrides=_typed_overrides(hydra_config, sweeping),
-            environment=environment,
-        )
-        begun.append(description)
-        try:
-            outcome = app.run(cfg, description, console, errors)
-        except OSError:
-            raise
-        except Exception as error:
-            bugs.append(error)
-            raise
-        outcomes.append(outcome)
-        if sweeping:
-            sweep.add(number, description, outcome)
-        if outcome.signal is not None:
-            # Not an Exception: it must end a sweep as well.
-            raise SystemExit(128 + outcome.signal)
+        entry(cfg)
 
+    status: int | None = None
     try:
         job()
     except SystemExit as end:
-        if end.code == 1 and not begun:
+        if end.code == 1 and not entry.begun:
             return EXIT_CONFIG  # Hydra ends so where it has told what is wrong
         raise
     except BrokenPipeError:
         raise
     except Exception as error:
-        if bugs:
+        if entry.bugs:
             raise
-        if environment.get("HYDRA_FULL_ERROR") == "1":
+        if full_error or (sweep is not None and sweep.has_begun):
             traceback.print_exc()
-        return refuse([explain(error)])
+        if sweep is None or not sweep.has_begun:
+            status = refuse([explain(error)])
     finally:
-        sweep.show(console)
-    return max((outcome.exit_status for outcome in outcomes), default=EXIT_OK)
+        entry.close()
+        found = None if sweep is None else sweep.finish(open_console(stderr=False))
+    if status is not None:
+        return status
+    worst = max((outcome.exit_status for outcome in entry.outcomes), default=EXIT_OK)
+    return worst if found is None else found
 
 
 if __name__ == "__main__":

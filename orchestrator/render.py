@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -12,6 +14,7 @@ from backends.units import format_size
 from orchestrator import object_store
 from orchestrator.engine_vllm.table import answers_line
 from orchestrator.plan import ObjectPlan, Plan, ReplicaPlan
+from orchestrator.sweep.compare import OBJECTIVES, Comparison
 
 WORKERS_SHOWN = 64
 REPLICAS_SHOWN = 16
@@ -61,6 +64,13 @@ def print_plan(console: Console, plan: Plan) -> None:
         f"NUMA {', '.join(map(str, numa)) or 'any'}"
         f"{', name kept' if asked.persist_name else ''}",
     )
+    index = plan.node_index(0)
+    if index is not None:
+        _line(
+            console,
+            f"regions: read by all {index.replicas} replicas of a node; its index has "
+            f"{format_size(plan.region.index_bytes)}: /dev/shm/{index.name}",
+        )
     _line(console, f"device cache: {plan.device_blocks} blocks a rank\n")
     if plan.object_store is not None:
         _object_store(console, plan, plan.object_store)
@@ -162,7 +172,7 @@ def _sizes(plan: Plan) -> Table:
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
     """Hits by replica, the tiers, the verification, and how to run it again."""
-    sources = ["device", *report["tiers"]]
+    sources = list(report["replicas"][0]["hit_tokens"]) if report["replicas"] else []
     hit_columns = [f"hit {source}" for source in sources]
     replicas = _table("replica", "requests", "prompt tokens", *hit_columns, "hits")
     for replica in report["replicas"]:
@@ -218,7 +228,7 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
         f"   blocks checked {checked['blocks_checked']:,}, wrong {checked['blocks_wrong']:,}"
         f"   ready {ready}, whole run {report['duration_s']:.2f} s",
     )
-    _line(console, f"report: {report['run_dir']}/report.json")
+    _line(console, f"report: {report['run_dir']}/report.html, and report.json")
     _line(console, f"again:  {report['reproduce']}")
 
 
@@ -243,23 +253,53 @@ def _milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:.2f} ms"
 
 
-def print_sweep(console: Console, jobs: list[dict[str, Any]]) -> None:
-    """One line a job, failed ones first."""
-    table = _table("job", "overrides", "status", "hits", "store/s", "load/s", "ready", "report")
-    for job in sorted(jobs, key=lambda job: (job["status"] == "ok", job["number"])):
+def print_sweep(console: Console, sweep: Comparison) -> None:
+    """One line a job, failed ones first; what failed and why; the best settings."""
+    axes = [axis.key for axis in sweep.axes]
+    table = _table(
+        *("job", *axes, "status", *(o.short for o in OBJECTIVES), "ready", "best", "report")
+    )
+    for job in sweep.jobs:
         table.add_row(
-            str(job["number"]),
-            " ".join(job["overrides"]),
-            job["status"],
-            "-" if job["hit_share"] is None else f"{job['hit_share']:.1%}",
-            _rate(job["store_bytes_per_s"]),
-            _rate(job["load_bytes_per_s"]),
-            "-" if job["ready_s"] is None else f"{job['ready_s']:.2f} s",
-            job["run_dir"],
+            str(job.number),
+            *(job.settings.get(axis, "-") for axis in axes),
+            f"{job.status} (before)" if job.resumed else job.status,
+            *(_value(job.values.get(o.key), o.form) for o in OBJECTIVES),
+            "-" if job.ready_s is None else f"{job.ready_s:.2f} s",
+            "*" if job.pareto else "",
+            _near(job.run_dir) if job.run_dir else "-",
         )
     console.print()
+    if sweep.common:
+        _line(console, f"all jobs: {' '.join(sweep.common)}\n")
     console.print(table)
-    failed = [job for job in jobs if job["status"] != "ok"]
-    for job in failed:
-        _line(console, f"\njob {job['number']} ({job['status']}): {job['reason']}")
-    _line(console, f"\n{len(jobs)} jobs, {len(failed)} failed")
+    for job in sweep.failed:
+        _line(console, f"\njob {job.number} ({job.status}): {job.reason}")
+        if job.log and job.log not in job.reason:
+            _line(console, f"  see {job.log}")
+    _line(console)
+    for objective in OBJECTIVES:
+        best = sweep.best(objective)
+        if best is not None and len(sweep.jobs) > 1:
+            told = ", ".join(f"{key}={value}" for key, value in best.settings.items())
+            value = objective.form(best.values[objective.key])
+            _line(console, f"best {objective.name}: {value}, job {best.number} ({told})")
+    count = len(sweep.jobs)
+    if count > 1 and any(job.pareto for job in sweep.jobs):
+        _line(console, "* no other job is better in one of these and as good in all of them")
+    resumed = sum(job.resumed for job in sweep.jobs)
+    _line(
+        console,
+        f"{count} job{'s' * (count != 1)}, {len(sweep.failed)} failed"
+        + (f", {resumed} done before" if resumed else ""),
+    )
+
+
+def _near(path: str) -> str:
+    """Relative to where we are, if it is below."""
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative
+
+
+def _value(value: float | None, form: Callable[[float | None], str]) -> str:
+    return "-" if value is None else form(value)

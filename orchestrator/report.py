@@ -1,4 +1,6 @@
-"""A run's results: `report.json` for machines. Rates are bytes of all ranks per second.
+"""A run's results: `report.json` for machines, `report.html` for people.
+
+Rates are bytes of all ranks per second.
 
 A replica's rate is its bytes over the copy time of its slowest rank; replicas run beside each
 other, so the tier's rate is their sum. Latency is that of one worker's load of one step.
@@ -8,13 +10,17 @@ from __future__ import annotations
 
 import signal
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from backends.histogram import LatencyHistogram
+from backends.stack.observer import NODE
 from orchestrator import __version__
+from orchestrator.estimate import load_bytes_per_s, ttft_s
+from orchestrator.host import host_facts
 from orchestrator.lower_tiers import lower_tiers
 from orchestrator.plan import Plan, write_atomic
 from orchestrator.problems import Problem
@@ -39,9 +45,14 @@ def read_results(plan: Plan) -> list[dict[str, Any]]:
     return results
 
 
-def build_report(plan: Plan, state: RunState, duration_s: float, reproduce: str) -> dict[str, Any]:
+def build_report(
+    plan: Plan,
+    state: RunState,
+    results: list[dict[str, Any]],
+    duration_s: float,
+    reproduce: str,
+) -> dict[str, Any]:
     """The report as plain JSON types; keys are stable, see `docs/report.md`."""
-    results = read_results(plan)
     workers = [worker for result in results for worker in result["workers"]]
     verification = {
         "mode": plan.settings.engine.verify,
@@ -71,16 +82,23 @@ def build_report(plan: Plan, state: RunState, duration_s: float, reproduce: str)
         "run_dir": plan.run.run_dir,
         "plan_digest": plan.digest,
         "reproduce": reproduce,
+        "started_s": plan.run.created_s,
         "ready_s": state.ready_s,
         "duration_s": duration_s,
         "replicas": [_replica(result) for result in results],
-        "tiers": {
-            "shm": _shm(plan, results),
-            **{name: _lower(name, results) for name in lower_tiers(plan.settings)},
-        },
+        "tiers": tiers_report(plan, results),
+        "ttft": ttft_s(results, plan.settings.workload.tokens_per_s),
+        "load_bytes_per_s": load_bytes_per_s(results),
         "verification": verification,
+        "machine": host_facts(),
         "failures": [asdict(failure) for failure in sorted(state.failures, key=lambda f: f.t)],
     }
+
+
+def tiers_report(plan: Plan, results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Each tier's figures, from what `orchestrator.telemetry.replica_values` gives."""
+    lower = {name: _lower(name, results) for name in lower_tiers(plan.settings)}
+    return {"shm": _shm(plan, results), **lower}
 
 
 def _replica(result: dict[str, Any]) -> dict[str, Any]:
@@ -88,6 +106,8 @@ def _replica(result: dict[str, Any]) -> dict[str, Any]:
     hits = {"device": stats["hit_tokens_device"], "shm": stats["hit_tokens_shm"]}
     for name in result["lower_tiers"]:
         hits[name] = stats["hit_tokens_below"].get(name, 0)
+    if result["primary"].get("node") is not None:
+        hits[NODE] = stats["hit_tokens_below"].get(NODE, 0)
     return {
         "data_parallel_index": result["data_parallel_index"],
         "engine_id": result["engine_id"],
@@ -115,7 +135,7 @@ def _shm(plan: Plan, results: list[dict[str, Any]]) -> dict[str, Any]:
     def primary(name: str) -> int:
         return sum(result["primary"][name] for result in results)
 
-    def copied(name: str) -> int:
+    def copied(name: str) -> Any:
         return sum(w["stats"][name] for result in results for w in result["workers"])
 
     return {
@@ -126,7 +146,7 @@ def _shm(plan: Plan, results: list[dict[str, Any]]) -> dict[str, Any]:
         "loaded_bytes": copied("loaded_bytes"),
         "store_bytes_per_s": _rate(results, "stored"),
         "load_bytes_per_s": _rate(results, "loaded"),
-        "load_latency_s": {f"p{p}": latency.percentile_s(p) for p in (50, 95, 99)},
+        "load_latency_s": _latency(latency, copied("loaded_s")),
         "evictions": primary("evictions"),
         "skipped_stores": primary("skipped_stores"),
         "never_read": primary("never_read"),
@@ -134,6 +154,21 @@ def _shm(plan: Plan, results: list[dict[str, Any]]) -> dict[str, Any]:
         "pinned_bytes": primary("rows_pinned") * plan.region.row_bytes,
         "capacity_bytes": plan.region.rows * plan.region.row_bytes * len(plan.replicas),
         "errors": primary("errors"),
+        "counters": _shared(results),
+    }
+
+
+def _shared(results: list[dict[str, Any]]) -> dict[str, int]:
+    """What replicas had of each other's rows; nothing with `region.scope: replica`."""
+    found = [result["primary"].get("node") or {} for result in results]
+    return {name: sum(one.get(name, 0) for one in found) for name in {}.fromkeys(chain(*found))}
+
+
+def _latency(found: LatencyHistogram, total_s: float) -> dict[str, float | None]:
+    count = sum(found.counts.values())
+    return {
+        "mean": total_s / count if count else None,
+        **{f"p{p}": found.percentile_s(p) for p in (50, 95, 99)},
     }
 
 
@@ -160,7 +195,7 @@ def _lower(name: str, results: list[dict[str, Any]]) -> dict[str, Any]:
         **{key: sum(tier[key] for tier in found) for key in summed},
         "store_bytes_per_s": sum(rates["store"]) or None,
         "load_bytes_per_s": sum(rates["load"]) or None,
-        "load_latency_s": {f"p{p}": latency.percentile_s(p) for p in (50, 95, 99)},
+        "load_latency_s": _latency(latency, sum(tier["load_job_s"] for tier in found)),
         "usage_bytes": max((tier["usage"]["bytes"] for tier in found), default=0),
         "capacity_bytes": None if None in capacities else max(capacities, default=0),
         "oldest_s": max(filter(None, ages), default=None),
@@ -203,7 +238,9 @@ def invalid_report(run_id: str, problems: tuple[Problem, ...], reproduce: str) -
     }
 
 
-def write_report(report: dict[str, Any], run_dir: Path) -> Path:
-    path = RunDir(run_dir).report
-    write_atomic(path, msgspec.json.format(msgspec.json.encode(report), indent=2))
-    return path
+def write_report(report: dict[str, Any], run_dir: Path) -> None:
+    write_atomic(RunDir(run_dir).report, msgspec.json.format(msgspec.json.encode(report), indent=2))
+
+
+def write_page(page: bytes, run_dir: Path) -> None:
+    write_atomic(RunDir(run_dir).page, page)

@@ -74,6 +74,15 @@ class RunDir:
         return self.path / "report.json"
 
     @property
+    def page(self) -> Path:
+        return self.path / "report.html"
+
+    def forget_report(self) -> None:
+        """Without what an earlier run in the same run directory found."""
+        self.report.unlink(missing_ok=True)
+        self.page.unlink(missing_ok=True)
+
+    @property
     def zygote_log(self) -> Path:
         return self.path / "zygote.log"
 
@@ -83,7 +92,10 @@ class RunDir:
 
     def half_written(self) -> list[Path]:
         """Files of writers that were killed before they could rename them."""
-        return [*self.path.glob(".*.json.*.tmp"), *self.path.glob("replicas/dp*/.*.json.*.tmp")]
+        return [
+            *(path for kind in ("json", "html") for path in self.path.glob(f".*.{kind}.*.tmp")),
+            *self.path.glob("replicas/dp*/.*.json.*.tmp"),
+        ]
 
     def replica(self, data_parallel_index: int) -> ReplicaDir:
         return ReplicaDir(self.path / "replicas" / f"dp{data_parallel_index}")

@@ -1,4 +1,4 @@
-"""A leader's KV events and metrics: opened as the plan has it, closed when the run is over.
+"""A leader's KV events, metrics and history: opened as the plan has it, closed when it is over.
 
 What metrics show is made of the very numbers that the report is made of, see `replica_values`. A
 leader has its own rank's copies at hand while it serves; those of the other ranks are known, and
@@ -12,10 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
-from backends.stack.observer import PRIMARY, Observer
+from backends.stack.observer import NODE, PRIMARY, Observer
 from backends.stack.stack import TierStack
-from orchestrator.engine.stats import ReplicaStats
+from orchestrator.engine.stats import ReplicaStats, WorkerStats
+from orchestrator.history import History
 from orchestrator.plan import Plan
+from orchestrator.samples import counts_of, levels_of
 
 if TYPE_CHECKING:
     from backends.events.publisher import Publisher
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from backends.metrics.snapshot import ReplicaSnapshot
 
 _TELL_S: Final = 1.0
+_LIVE_S: Final = 1.0
 
 Values = dict[str, Any]
 
@@ -49,7 +52,7 @@ def replica_values(
 
 
 class Telemetry(Observer):
-    """One replica's. Where both are off it does nothing and loads nothing."""
+    """One replica's. Where events and metrics are off it loads nothing for them."""
 
     def __init__(self, plan: Plan, index: int) -> None:
         """Raises EventsError or MetricsError where a port cannot be bound."""
@@ -60,6 +63,10 @@ class Telemetry(Observer):
         self._ages: Ages | None = None
         self._look: Callable[[], Values] | None = None
         self._next_s = 0.0
+        self._history = History()
+        self._sample: Callable[[], tuple[dict[str, float], dict[str, float]]] | None = None
+        self._began_s = 0.0
+        self._told_s = 0.0
         self.observers: list[Observer] = []
         try:
             self._open()
@@ -107,6 +114,29 @@ class Telemetry(Observer):
         self._look = look
         self.stepped()
 
+    def record(self, stack: TierStack, stats: ReplicaStats, worker: WorkerStats) -> None:
+        """What the history is made of; `worker` is the leader's own, the others' are not at hand.
+        Begins it."""
+        self._sample = lambda: (counts_of(stack, stats, worker), levels_of(stack))
+        self._began_s = time.monotonic()
+        self._history.add(0.0, *self._sample())
+
+    def progress(self) -> Values:
+        """Note where the replica stands, and what of it a live view shows besides the leader's own
+        words: now and then, because it is written down each time."""
+        now_s = time.monotonic()
+        live = now_s - self._told_s >= _LIVE_S
+        due = self._history.due(now_s - self._began_s)
+        if self._sample is None or not (live or due):
+            return {}
+        counts, levels = self._sample()
+        if due:
+            self._history.add(now_s - self._began_s, counts, levels)
+        if not live:
+            return {}
+        self._told_s = now_s
+        return {"counts": counts, "levels": levels}
+
     def stepped(self) -> None:
         """Show new numbers, unless the last ones are recent."""
         now_s = time.monotonic()
@@ -120,6 +150,13 @@ class Telemetry(Observer):
         values["events"] = counts
         values["primary"]["oldest_s"] = None if self._ages is None else self._ages.oldest_s()
         return values
+
+    def close_history(self) -> Values:
+        """The history to its end, which is now, when everything has landed."""
+        if self._sample is not None:
+            self._history.add(time.monotonic() - self._began_s, *self._sample())
+            self._sample = None
+        return self._history.to_dict()
 
     def finish(self, values: Values) -> None:
         """The replica serves no more; these are its last values."""
@@ -155,6 +192,7 @@ class Telemetry(Observer):
         lower = values["lower_tiers"]
         below = (TierSnapshot.below(name, tier) for name, tier in lower.items())
         tokens = {"device": stats["hit_tokens_device"], PRIMARY: stats["hit_tokens_shm"]}
+        sources = [*lower, *([NODE] if values["primary"].get("node") is not None else [])]
         return ReplicaSnapshot(
             self._index,
             values["engine_id"],
@@ -162,7 +200,7 @@ class Telemetry(Observer):
             taken_s=time.time(),
             ended=ended,
             tiers=(region, *below),
-            hit_tokens=tokens | {name: stats["hit_tokens_below"].get(name, 0) for name in lower},
+            hit_tokens=tokens | {name: stats["hit_tokens_below"].get(name, 0) for name in sources},
             engine={
                 "requests": stats["requests"],
                 "requests_rejected": stats["rejected"],

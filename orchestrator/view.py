@@ -1,18 +1,22 @@
-"""Live progress: a bar on a terminal, plain lines elsewhere, and the leaders' own output."""
+"""What is shown while a run goes on: a screen on a terminal, lines elsewhere, and the leaders' own
+output."""
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.live import Live
 
+from orchestrator.live import LiveScreen
 from orchestrator.plan import Plan
 from orchestrator.rundir import RunDir
 from orchestrator.supervise import RunState
 
 PLAIN_INTERVAL_S = 5.0
+DRAW_INTERVAL_S = 0.25
 RATE_WINDOW_S = 1.0
 
 
@@ -47,39 +51,47 @@ class _LeaderOutput:
 
 
 class RunView:
-    """Use as a context. `requests` is None where the number is not known."""
+    """Use as a context. `requests` is None where the number is not known.
 
-    def __init__(self, console: Console, plan: Plan, requests: int | None, mode: str) -> None:
+    `mode` is the key `view`: `auto` draws on a terminal and writes lines elsewhere, fewer in CI,
+    where nobody looks on.
+    """
+
+    def __init__(
+        self, console: Console, plan: Plan, requests: int | None, mode: str, *, in_ci: bool = False
+    ) -> None:
         self._console = console
         self._quiet = mode == "quiet"
+        self._interval_s = math.inf if in_ci and mode == "auto" else PLAIN_INTERVAL_S
         self._output = _LeaderOutput(plan)
         self._workers = plan.topology.world_size * plan.topology.data_parallel_size
         self._requests = requests
-        self._said_s = time.monotonic()
+        self._said_s = self._drawn_s = time.monotonic()
         self._said_ready = False
         self._rate_bytes_per_s = 0.0
         self._seen = (time.monotonic(), 0)
-        self._bar: Progress | None = None
-        if mode == "auto" and console.is_terminal:
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[detail]}"),
-                TimeElapsedColumn(),
+        self._screen: LiveScreen | None = None
+        can_draw = console.is_terminal and not console.is_dumb_terminal
+        if mode in ("auto", "live") and can_draw:
+            self._screen = LiveScreen(console, plan, requests)
+            self._live = Live(
                 console=console,
+                auto_refresh=False,
                 transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
             )
+        elif mode == "live":
+            self.line("view=live needs a terminal that can be drawn on: plain lines instead")
 
     def __enter__(self) -> RunView:
-        if self._bar is not None:
-            self._bar.start()
-            self._task = self._bar.add_task("starting", total=self._requests, detail="")
+        if self._screen is not None:
+            self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        if self._screen is not None:
+            self._live.stop()
 
     def line(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False)
@@ -88,30 +100,31 @@ class RunView:
         if not self._quiet:
             for text in self._output.lines():
                 self.line(text)
-        done = sum(p["requests"] + p["rejected"] for p in state.progress.values())
-        detail = self._detail(state)
-        if self._bar is not None:
-            ready = state.ready_s is not None
-            self._bar.update(
-                self._task,
-                description="serving" if ready else f"starting {self._workers} workers",
-                completed=done,
-                detail=detail,
-            )
+        if self._screen is not None:
+            self._draw(self._screen, state)
         elif not self._quiet:
-            self._plain(state, done, detail)
+            self._plain(state)
 
-    def _plain(self, state: RunState, done: int, detail: str) -> None:
+    def _draw(self, screen: LiveScreen, state: RunState) -> None:
+        screen.take_in(state)
+        now_s = time.monotonic()
+        if now_s - self._drawn_s >= DRAW_INTERVAL_S:
+            self._drawn_s = now_s
+            self._live.update(screen.draw(state), refresh=True)
+
+    def _plain(self, state: RunState) -> None:
+        detail = self._detail(state)
         if state.ready_s is not None and not self._said_ready:
             self._said_ready = True
             self.line(f"ready: {self._workers} workers in {state.ready_s:.2f} s")
-        if time.monotonic() - self._said_s < PLAIN_INTERVAL_S:
+        if time.monotonic() - self._said_s < self._interval_s:
             return
         self._said_s = time.monotonic()
         if state.ready_s is None:
             ready = sum(phase == "ready" for phase in state.phases.values())
             self.line(f"starting: {ready} of {self._workers} workers are ready")
         else:
+            done = sum(p["requests"] + p["rejected"] for p in state.progress.values())
             total = "" if self._requests is None else f"/{self._requests}"
             self.line(f"{done}{total} requests  {detail}")
 

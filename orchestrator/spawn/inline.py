@@ -32,7 +32,7 @@ class InlineSpawner:
         self.zygote_exit: int | None = None
 
     def __enter__(self) -> InlineSpawner:
-        self._run_dir.report.unlink(missing_ok=True)
+        self._run_dir.forget_report()
         for index in self.running:
             self._run_dir.replica(index).make_fresh()
             self._threads[index] = [

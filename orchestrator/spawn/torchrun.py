@@ -18,6 +18,7 @@ from orchestrator.lower_tiers import disks
 from orchestrator.plan import Plan
 from orchestrator.rundir import RunDir
 from orchestrator.spawn.lifeline import adopt_orphans, bury_orphans
+from orchestrator.spawn.nursery import Nursery, Process
 
 # What a surrounding torchrun or scheduler may have left in the environment must not reach ours.
 _INHERITED = (
@@ -46,11 +47,15 @@ def clean_environment(environment: dict[str, str]) -> dict[str, str]:
 class TorchrunSpawner:
     """One zygote, one agent per replica. Use as a context: leaving it leaves no process."""
 
-    def __init__(self, plan: Plan, environment: dict[str, str]) -> None:
+    def __init__(
+        self, plan: Plan, environment: dict[str, str], nursery: Nursery | None = None
+    ) -> None:
+        """`nursery` forks the zygote, None starts one of its own."""
         self._plan = plan
+        self._nursery = nursery
         self._environment = clean_environment(environment)
         self._run_dir = RunDir(Path(plan.run.run_dir))
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
         self._temporary = self._run_dir.temporary(plan.run.run_id)
         self._not_ours: set[int] = set()
         self._buffer = b""
@@ -69,31 +74,38 @@ class TorchrunSpawner:
         # A killed zygote leaves agents and workers, which may have to be ended here.
         self._not_ours = {child.pid for child in psutil.Process().children()}
         adopt_orphans()
-        self._run_dir.report.unlink(missing_ok=True)
+        self._run_dir.forget_report()
         for index in self.running:
             self._run_dir.replica(index).make_fresh()
-        method = self._plan.settings.spawn.start_method
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         log = os.open(self._run_dir.zygote_log, flags, 0o600)
         try:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "orchestrator.spawn.zygote"),
-                    *("--plan", str(self._run_dir.plan)),
-                    *("--run-id", self._plan.run.run_id),
-                    *(f"--disk={path}" for path in disks(self._plan.settings)),
-                    *("--launcher-pid", str(os.getpid())),
-                    *("--start-method", "fork" if method == "auto" else method),
-                    *("--replicas", ",".join(str(index) for index in sorted(self.running))),
-                ],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=self._environment | {"TMPDIR": str(self._temporary)},
-                start_new_session=True,
-            )
+            if self._nursery is None:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "orchestrator.spawn.zygote", *self._arguments()],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    env=self._environment | {"TMPDIR": str(self._temporary)},
+                    start_new_session=True,
+                )
+            else:
+                self._process = self._nursery.bear(
+                    self._arguments(), self._environment, str(self._temporary), log
+                )
         finally:
             os.close(log)
+
+    def _arguments(self) -> list[str]:
+        method = self._plan.settings.spawn.start_method
+        return [
+            *("--plan", str(self._run_dir.plan)),
+            *("--run-id", self._plan.run.run_id),
+            *(f"--disk={path}" for path in disks(self._plan.settings)),
+            *("--launcher-pid", str(os.getpid())),
+            *("--start-method", "fork" if method == "auto" else method),
+            *("--replicas", ",".join(str(index) for index in sorted(self.running))),
+        ]
 
     def __exit__(self, *_: object) -> None:
         process = self._process
@@ -119,15 +131,18 @@ class TorchrunSpawner:
         A dead one has no environment to tell by. Whoever it belonged to, it only waits to be
         reaped; and its own children, which may be of this run, have come to us before.
         """
-        if child.pid in self._not_ours:
+        nursery = self._nursery
+        if child.pid in self._not_ours or (nursery is not None and child.pid == nursery.pid):
             return False
+        # What a nursery forks shows the environment that the nursery was started with.
+        marks = {str(self._temporary), *([nursery.temporary] if nursery is not None else [])}
         try:
             status, environment = child.status(), child.environ()
         except psutil.AccessDenied:
             return False
         except psutil.NoSuchProcess:
             return True
-        return status == psutil.STATUS_ZOMBIE or environment.get("TMPDIR") == str(self._temporary)
+        return status == psutil.STATUS_ZOMBIE or environment.get("TMPDIR") in marks
 
     def poll(self, timeout_s: float) -> list[tuple[int, int]]:
         """Replicas whose agent ended since the last call, with its exit code (-n: signal n)."""

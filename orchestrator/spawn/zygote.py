@@ -9,6 +9,9 @@ When the launcher dies in any way, the zygote kills every agent, which takes the
 and removes what the run left outside its results: nothing outlives the launcher by more than an
 instant. When an agent dies, its workers become children of the zygote, which ends those that the
 kernel has not ended with their agent.
+
+For a sweep the process that has imported torch is kept (`Nursery`), and forks the zygote of each
+run.
 """
 
 from __future__ import annotations
@@ -19,10 +22,12 @@ import json
 import os
 import selectors
 import signal
+import socket
 import sys
 import tempfile
 import traceback
 from pathlib import Path
+from typing import Any, Final
 
 from orchestrator.rundir import RunDir
 from orchestrator.spawn.lifeline import (
@@ -33,6 +38,7 @@ from orchestrator.spawn.lifeline import (
 )
 
 TRACKER_WAIT_S = 1.0
+_REQUEST_BYTES: Final = 1 << 20
 
 
 class Zygote:
@@ -146,20 +152,111 @@ def _say(message: dict[str, int]) -> None:
         os.write(1, json.dumps(message).encode() + b"\n")
 
 
-def main() -> None:
+class Nursery:
+    """Forks a zygote for each run that the launcher asks for over a socket.
+
+    A request is one message with the zygote's standard input, output and error as descriptors; it
+    is answered with `{"pid"}`, and with `{"pid", "exit"}` when that zygote has ended. End of file
+    means that the launcher needs no more.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+
+    def run(self) -> None:
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        selector = selectors.DefaultSelector()
+        selector.register(self._socket, selectors.EVENT_READ)
+        selector.register(self._wake_read, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fd == self._wake_read:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._wake_read, 4096)
+                    self._reap()
+                    continue
+                data, streams, _, _ = socket.recv_fds(self._socket, _REQUEST_BYTES, 3)
+                if not data:
+                    return
+                self._fork(json.loads(data), streams)
+
+    def _fork(self, request: dict[str, Any], streams: list[int]) -> None:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                self._become_zygote(parent, request["temporary"], streams)
+                _run(_parser().parse_args(request["arguments"]))
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        for descriptor in streams:
+            os.close(descriptor)
+        self._tell({"pid": pid})
+
+    def _become_zygote(self, parent: int, temporary: str, streams: list[int]) -> None:
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        default_signals()
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        die_with_parent(parent, signal.SIGTERM)
+        self._socket.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+        for target, descriptor in enumerate(streams):
+            os.dup2(descriptor, target)
+            os.close(descriptor)
+        os.environ["TMPDIR"] = temporary
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return
+                self._tell({"pid": pid, "exit": os.waitstatus_to_exitcode(status)})
+
+    def _tell(self, message: dict[str, int]) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._socket.send(json.dumps(message).encode())
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--plan", type=Path, required=True)
-    parser.add_argument("--run-id", required=True)
     parser.add_argument("--launcher-pid", type=int, required=True)
-    parser.add_argument("--start-method", choices=("fork", "spawn"), required=True)
-    parser.add_argument("--replicas", required=True, help="comma-separated data_parallel_index")
+    parser.add_argument("--nursery", type=int, help="a socket over which runs are asked for")
+    parser.add_argument("--plan", type=Path)
+    parser.add_argument("--run-id")
+    parser.add_argument("--start-method", choices=("fork", "spawn"))
+    parser.add_argument("--replicas", help="comma-separated data_parallel_index")
     parser.add_argument("--disk", action="append", default=[], help="of the filesystem tier")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = _parser().parse_args()
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     die_with_parent(args.launcher_pid, signal.SIGTERM)
 
     # Heavy imports happen here, once, before any fork.
     import orchestrator.spawn.agent  # noqa: F401
+
+    if args.nursery is None:
+        _run(args)
+    else:
+        Nursery(args.nursery).run()
+
+
+def _run(args: argparse.Namespace) -> None:
+    """Be the zygote of one run, to its end."""
     from orchestrator.clean import remove_leftovers
 
     replicas = [int(index) for index in args.replicas.split(",")]
