@@ -1,4 +1,4 @@
-"""`action=simulate`: what each eviction policy would make of this workload, in seconds."""
+"""`action=simulate`: what a run would come to, and what eviction policies make of its load."""
 
 from __future__ import annotations
 
@@ -15,20 +15,88 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from backends.config import CacheConfig
-from orchestrator.plan import write_atomic
+from orchestrator.doctor.result import read_result
+from orchestrator.plan import Plan, RunInfo, cache_config, make_plan, write_atomic
 from orchestrator.schema import Config
 from orchestrator.simulate.access import Access, accesses, hash_tokens
+from orchestrator.simulate.check import POLICIES, STACK
+from orchestrator.simulate.compare import Run, compare, read_run, remarks
+from orchestrator.simulate.run import predict
+from orchestrator.simulate.show import show_comparison, show_stack
 from orchestrator.simulate.study import Row, replays, study
-from orchestrator.workload.source import open_workload
+from orchestrator.simulate.timing import NO_TIME, Timing, read_timing
+from orchestrator.validate import Validated
+from orchestrator.workload.source import count_requests, open_workload
 from orchestrator.workloads import workload_spec
 
 FILE = "simulate.json"
 PLAIN_INTERVAL_S = 5.0
 
 
-def simulate(config: Config, cache: CacheConfig, run_dir: Path, console: Console) -> None:
-    """Replay the workload's metadata as one cache of one replica would see it; print a table, and
-    write `simulate.json`. Raises WorkloadError where the workload cannot be read."""
+def simulate(config: Config, checked: Validated, run: RunInfo, console: Console) -> None:
+    """Predict what a run of this configuration comes to, or compare such a prediction with a run;
+    and what eviction policies make of the workload. Prints tables and writes `simulate.json`.
+
+    Raises WorkloadError where the workload cannot be read, DoctorError and CompareError where what
+    it is to be compared with, or computed from, cannot.
+    """
+    began_s = time.perf_counter()
+    settings = config.simulate
+    found: dict[str, Any] = {}
+    if settings.compare is not None:
+        found |= _comparison(config, read_run(Path(settings.compare)), console)
+    else:
+        if STACK in settings.parts:
+            plan = make_plan(config, checked.topology, checked.model, checked.groups, run)
+            found |= {"stack": _stack(config, plan, console)}
+        if POLICIES in settings.parts:
+            found |= _policies(config, cache_config(config, checked.topology), console)
+    found["seconds"] = time.perf_counter() - began_s
+    run_dir = Path(run.run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_atomic(run_dir / FILE, msgspec.json.format(msgspec.json.encode(found), indent=2))
+    console.print(f"\nsimulated: {run_dir / FILE}", soft_wrap=True, highlight=False)
+
+
+def _stack(config: Config, plan: Plan, console: Console) -> dict[str, Any]:
+    """A run of `plan`, predicted and shown."""
+    timing = _timing(config, plan)
+    spec = workload_spec(plan.settings.workload, plan.cache)
+    total = count_requests(spec)
+    with _Progress(console, config.view, total) as progress:
+        found = predict(plan, timing, lambda done: progress("tiers", done))
+    if config.view != "quiet":
+        show_stack(console, found, timed=timing.timed)
+    return found | {"workload": spec.to_dict(), "doctor": config.simulate.doctor}
+
+
+def _timing(config: Config, plan: Plan) -> Timing:
+    doctor = config.simulate.doctor
+    if doctor is None:
+        return NO_TIME
+    return read_timing(read_result(Path(doctor)), plan.region.row_bytes)
+
+
+def _comparison(config: Config, run: Run, console: Console) -> dict[str, Any]:
+    """Beside a run: what was asked of it stands in its own plan."""
+    found = _stack(config, run.plan, console)
+    figures = compare(found, run, timed=_timing(config, run.plan).timed)
+    notes = remarks(run)
+    if config.view != "quiet":
+        console.print(f"\nbeside {run.report['run_dir']}:", soft_wrap=True, highlight=False)
+        show_comparison(console, figures, notes)
+    return {
+        "stack": found,
+        "compare": {
+            "run_dir": run.report["run_dir"],
+            "remarks": notes,
+            "figures": [figure.to_dict() for figure in figures],
+        },
+    }
+
+
+def _policies(config: Config, cache: CacheConfig, console: Console) -> dict[str, Any]:
+    """The workload's metadata as one cache of one replica would see it, with many policies."""
     began_s = time.perf_counter()
     settings = config.simulate
     chunk = settings.tokens_per_chunk or chunk_tokens(config, cache)
@@ -48,13 +116,13 @@ def simulate(config: Config, cache: CacheConfig, run_dir: Path, console: Console
     found = summary(requests, chunk, rows) | {
         "workload": spec.to_dict(),
         "skipped_lines": workload.skipped,
-        "seconds": time.perf_counter() - began_s,
+        "policies_s": time.perf_counter() - began_s,
     }
     if config.view != "quiet":
+        if STACK in settings.parts:
+            console.print()
         show(console, found)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    write_atomic(run_dir / FILE, msgspec.json.format(msgspec.json.encode(found), indent=2))
-    console.print(f"\nsimulated: {run_dir / FILE}", soft_wrap=True, highlight=False)
+    return found
 
 
 def chunk_tokens(config: Config, cache: CacheConfig) -> int:

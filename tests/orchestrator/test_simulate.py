@@ -21,11 +21,15 @@ from orchestrator.schema import SimulateConf
 from orchestrator.simulate.access import Access, accesses, hash_tokens
 from orchestrator.simulate.belady import Belady, Future
 from orchestrator.simulate.check import check_simulation
+from orchestrator.simulate.compare import Figure
 from orchestrator.simulate.replay import replay
+from orchestrator.simulate.run import predict
 from orchestrator.simulate.study import replays, study
+from orchestrator.simulate.timing import NO_TIME, TierTiming, Timing, Transfer
 from orchestrator.workload.request import Request
 from orchestrator.workload.spec import WorkloadSpec
-from tests.kit import REPO
+from tests.kit import REPO, plan_for
+from tests.orchestrator.harness import model_hit_tokens
 
 TRACE = REPO.parent / "shared" / "traces" / "conversation_trace.jsonl"
 CHUNK = 10
@@ -125,6 +129,21 @@ def test_mistakes_are_all_told() -> None:
     assert "did you mean 'lru'?" in told[0]
 
 
+def test_parts_and_files_that_are_not_there_are_told(tmp_path: Path) -> None:
+    nowhere = str(tmp_path / "nowhere")
+    asked = SimulateConf(parts=["stak"], doctor=nowhere, compare=nowhere)
+    told = [str(problem) for problem in check_simulation(asked)]
+    assert [line.split(" is ")[0] for line in told] == [
+        "simulate.parts",
+        "simulate.doctor",
+        "simulate.compare",
+    ]
+    assert "did you mean 'stack'?" in told[0]
+    assert "action=doctor" in told[1]
+    [empty] = check_simulation(SimulateConf(parts=[]))
+    assert "simulate.parts" in str(empty)
+
+
 @pytest.fixture(scope="module")
 def trace() -> list[Access]:
     if not TRACE.is_file():
@@ -168,6 +187,60 @@ def test_prefix_cost_closes_a_quarter_of_the_gap_where_the_cache_is_small() -> N
             assert found["second_half"]["gap_closed"] > 0.2
 
 
+@pytest.mark.parametrize("layout", ["parallel=dp1_tp1", "parallel=dp2_tp2"])
+def test_region_hits_are_those_of_an_independent_model(layout: str, tmp_path: Path) -> None:
+    sizes = ("region.size=2MiB", "engine.device_cache_size=640KiB")
+    plan = plan_for(tmp_path, "profile=ci", layout, *sizes)
+    found = predict(plan, NO_TIME)
+    for replica in found["replicas"]:
+        index = replica["data_parallel_index"]
+        assert replica["hit_tokens"] == model_hit_tokens(plan, index)
+    assert found["tiers"]["shm"]["evictions"] > 0
+    assert found["hit_tokens"]["shm"] > 0
+
+
+def test_a_prediction_does_not_depend_on_whether_the_run_is_in_lockstep(tmp_path: Path) -> None:
+    tiers = ("tiers=shm_fs", "region.size=1536KiB", "tiers.stack.fs.capacity=4MiB")
+    one = predict(plan_for(tmp_path, "profile=ci", *tiers), NO_TIME)
+    two = predict(plan_for(tmp_path, "profile=ci", *tiers, "engine.lockstep=true"), NO_TIME)
+    assert one["hit_tokens"] == two["hit_tokens"]
+    assert one["hit_tokens"]["fs"] > 0
+    assert one["tiers"]["fs"]["evictions"] > 0
+
+
+def test_slow_tiers_cost_time_and_nothing_else(tmp_path: Path) -> None:
+    tiers = ("tiers=shm_fs", "region.size=1536KiB", "tiers.stack.fs.capacity=64MiB")
+    plan = plan_for(tmp_path, "profile=ci", *tiers, "engine.lockstep=true")
+    load = Transfer(first_s=0.004, block_s=0.001)
+    slow = Timing({"fs": TierTiming(load=load)}, Transfer(0.0001, 0.00005), chunk_bytes=4096)
+    found, free = predict(plan, slow), predict(plan, NO_TIME)
+    assert found["hit_tokens"] == free["hit_tokens"]
+    assert found["ttft"]["load_s"] > free["ttft"]["load_s"] == 0.0
+    assert found["ttft"]["saved_s"] < free["ttft"]["saved_s"]
+    tier = found["tiers"]["fs"]
+    assert tier["load_latency_s"]["mean"] >= 0.004
+    assert tier["load_bytes_per_s"] <= plan.region.row_bytes / load.block_s
+    assert found["tiers"]["shm"]["load_latency_s"]["mean"] >= 0.0001
+
+
+def test_an_error_is_of_what_was_measured_and_nothing_beside_nothing_is_right() -> None:
+    figures = [
+        Figure("a", "bytes", 101, 100, 0.02),
+        Figure("b", "bytes", 103, 100, 0.02),
+        Figure("c", "tokens", 0, 0, 0.0),
+        Figure("d", "tokens", 5, 0, 0.0),
+        Figure("e", "s", None, 0.1, 0.2),
+    ]
+    assert [each.met for each in figures] == [True, False, True, False, False]
+    assert [each.error for each in figures] == [
+        pytest.approx(0.01),
+        pytest.approx(0.03),
+        0.0,
+        None,
+        None,
+    ]
+
+
 def test_simulate_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     command = [
         *(sys.executable, "launch.py", "action=simulate", "simulate.capacities=[20,40]"),
@@ -177,6 +250,11 @@ def test_simulate_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "simulate.json").read_text())
+    stack = found["stack"]
+    assert stack["requests"] + stack["rejected"] == found["requests"]
+    assert sum(stack["hit_tokens"].values()) > 0
+    assert set(stack["tiers"]) == {"shm"}
+    assert "prompt tokens" in done.stdout
     assert [(row["capacity"], row["policy"]) for row in found["results"]] == [
         (capacity, name) for capacity in (20, 40) for name in ("lru", "prefix_cost", "belady")
     ]

@@ -17,6 +17,9 @@ from backends.tier.spaces import Namespaces
 
 _CANDIDATES: Final = 256
 _BATCH: Final = 64
+# What was used so lately may belong to a batch whose last blocks, which are to go before its first
+# ones, are not there yet.
+_BATCH_NS: Final = 1_000_000
 
 
 @dataclass(slots=True)
@@ -90,7 +93,7 @@ class Evictor:
         chosen: list[Candidate] = []
         skipped: set[int] = set()
         while len(chosen) < count:
-            candidate = self._next(skipped)
+            candidate = self._next(skipped, before_ns)
             if candidate is None:
                 break
             skipped.add(candidate.block_id)
@@ -101,8 +104,11 @@ class Evictor:
                 chosen.append(candidate)
         return chosen
 
-    def _next(self, skipped: set[int]) -> Candidate | None:
-        """The oldest block that is still as old as when it was named."""
+    def _next(self, skipped: set[int], before_ns: int) -> Candidate | None:
+        """The oldest block that is still as old as when it was named.
+
+        Candidates are remembered, which is right as long as what is used since is younger.
+        """
         while True:
             while self._candidates:
                 candidate = self._candidates.pop()
@@ -110,7 +116,9 @@ class Evictor:
                     return candidate
             count = _CANDIDATES + len(skipped)
             found = self._index.least_recent(self._volume.number, count)
-            self._candidates = [c for c in reversed(found) if c.block_id not in skipped]
+            found = [c for c in reversed(found) if c.block_id not in skipped]
+            settled = [c for c in found if c.used_ns < before_ns - _BATCH_NS]
+            self._candidates = settled or found
             if not self._candidates:
                 return None
 

@@ -126,6 +126,9 @@ class FilesystemTier(Tier):
     def submit_store(self, job: Job) -> None:
         tasks, used = self._submit(job, is_load=False), self._settings.queue_blocks
         room = self._settings.queue_bytes // self._row_bytes
+        if tasks:
+            # Those that are there already must not go to make room for the others.
+            self._index.use_all([task.block_id for task in tasks], tasks[0].used_ns)
         over = max(0, self._jobs.stores - min(used, room))
         for task in tasks[len(tasks) - over :]:
             self._jobs.end(task, Outcome.SHED, f"{self._jobs.stores} stores wait already")
