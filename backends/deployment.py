@@ -9,28 +9,32 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from backends.config import CacheConfig, KvGroup, ModelConfig, OffloadConfig, ParallelConfig
 from backends.errors import ConfigError
-from backends.layout import geometry_facts
+from backends.layout import Column, block_tokens, geometry_facts
 from backends.policy.admission import open_admission
 from backends.policy.registry import PolicyRegistry
 from backends.region.region import Region
 from backends.region.spec import RegionSpec
 from backends.stack.headers import RowHeaders
+from backends.stack.observer import PRIMARY, Observer
 from backends.stack.settings import Edge, StackSettings
 from backends.stack.stack import TierStack
 from backends.tier.base import Tier, TierContext
 from backends.tier.registry import TierRegistry
 
+if TYPE_CHECKING:
+    from backends.stack.node import NodeRows
+
 PLAN_FORMAT: Final = 1
-PRIMARY: Final = "shm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,7 @@ class _Worker:
     rank: int
     node_rank: int
     local_rank: int
+    slot: int
     worker_bytes_per_block: tuple[int, ...]
 
 
@@ -144,14 +149,14 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """Replica `index` of a plan."""
+    """Replica `index` of a plan, which may be all that the plan still has."""
 
     plan: Plan
     index: int
 
     @property
     def replica(self) -> _Replica:
-        return self.plan.replicas[self.index]
+        return next(r for r in self.plan.replicas if r.data_parallel_index == self.index)
 
     @property
     def engine_id(self) -> str:
@@ -199,21 +204,25 @@ class Deployment:
             backing=settings.backing,
             rows=plan.region.rows,
             slot_bytes=plan.region.slot_bytes,
-            local_world_size=plan.topology.world_size // len(self.replica.node_ranks),
+            local_world_size=1 + max(worker.slot for worker in self.replica.workers),
             geometry_digest=plan.region.geometry_digest,
             persist_name=settings.persist_name,
             huge_pages=settings.huge_pages,
             numa_node=plan.region.numa_nodes[self.replica.data_parallel_rank_local],
         )
 
-    def fingerprint(self, engine_facts: Mapping[str, Any]) -> bytes:
-        """The namespace: what the plan knows decides the bytes, and what only the engine knows."""
+    def fingerprint(self, engine_facts: Mapping[str, Any] | None = None) -> bytes:
+        """The namespace: what the plan knows decides the bytes, and what only the engine knows,
+        where that is anything."""
+        if not engine_facts:
+            return bytes.fromhex(self.plan.fingerprint)
         return namespace(self.plan.fingerprint, engine_facts)
 
-    def tier_context(self, rows: Any, engine_facts: Mapping[str, Any]) -> TierContext:
+    def tier_context(self, rows: Any, engine_facts: Mapping[str, Any] | None = None) -> TierContext:
         """What every tier is given. `rows` is the region, or another engine's memory."""
         plan, config = self.plan, self.offload_config(0)
         fingerprint = self.fingerprint(engine_facts)
+        engine = {"engine": dict(engine_facts)} if engine_facts else {}
         return TierContext(
             fingerprint=fingerprint,
             manifest={
@@ -222,7 +231,7 @@ class Deployment:
                     plan.groups, plan.model, plan.cache, plan.topology, config.layout
                 ),
                 "rope": plan.settings.model.rope,
-                "engine": dict(engine_facts),
+                **engine,
                 "fingerprint": fingerprint.hex(),
             },
             rows=rows,
@@ -235,58 +244,115 @@ class Deployment:
         given = self.plan.settings.tiers.stack[name]
         return entry.open(context, entry.settings(given, f"tiers.stack.{name}"))
 
-    def open_stack(self, region: Region, engine_facts: Mapping[str, Any]) -> TierStack:
+    def open_stack(
+        self,
+        region: Region,
+        settings: StackSettings | None = None,
+        *,
+        engine_facts: Mapping[str, Any] | None = None,
+        columns: Sequence[Column] | None = None,
+        observers: Sequence[Observer] = (),
+        node: NodeRows | None = None,
+    ) -> TierStack:
         """The replica's stack over its region, its tiers opened. Raises TierError."""
-        plan, tiers = self.plan, list[Tier]()
+        tiers = list[Tier]()
         context = self.tier_context(region, engine_facts)
-        settings, names = plan.settings.tiers, self.lower_tiers
-        shm, entries = settings.stack[PRIMARY], plan.region.rows // len(plan.groups)
-        local = plan.topology.world_size // len(self.replica.node_ranks)
-        lengths = [
-            [
-                worker.worker_bytes_per_block[group] * plan.cache.blocks_per_chunk
-                for worker in self.replica.workers[:local]
-            ]
-            for group in range(len(plan.groups))
-        ]
         try:
-            tiers += (self.open_tier(name, context) for name in names)
-            return TierStack(
-                plan.region.rows,
-                PolicyRegistry().open(str(shm["eviction"]), entries),
+            tiers += (self.open_tier(name, context) for name in self.lower_tiers)
+            return self.make_stack(
+                region,
                 tiers,
-                StackSettings(
-                    edges=tuple(Edge.parse(settings.edges[name]) for name in names),
-                    load_from=settings.load_from,
-                    tokens_per_entry=plan.region.tokens_per_row,
-                    lookup_timeout_s=settings.lookup_timeout_s,
-                    load_timeout_s=settings.load_timeout_s,
-                    store_timeout_s=settings.store_timeout_s,
-                    promotion_share=settings.promotion_share,
-                ),
-                groups=len(plan.groups),
-                admission=None
-                if shm["admission"] == "all"
-                else open_admission(str(shm["admission"]), entries),
-                entry_bytes=plan.region.row_bytes * len(plan.groups),
-                headers=RowHeaders(region.row_headers(), context.fingerprint, lengths),
+                settings,
+                engine_facts=engine_facts,
+                columns=columns,
+                observers=observers,
+                node=node,
             )
         except BaseException:
             for tier in tiers:
                 tier.close()
             raise
 
+    def make_stack(
+        self,
+        region: Region | None,
+        tiers: Sequence[Tier],
+        settings: StackSettings | None = None,
+        *,
+        engine_facts: Mapping[str, Any] | None = None,
+        columns: Sequence[Column] | None = None,
+        observers: Sequence[Observer] = (),
+        now: Callable[[], float] = time.monotonic,
+        node: NodeRows | None = None,
+    ) -> TierStack:
+        """A stack over opened tiers. `settings` None: those of the plan. `columns` are those of an
+        entry that its engine asks for as a whole; None where it names the chunks of each group by
+        themselves. Without a region there are no bytes, and `now` may be another clock."""
+        plan = self.plan
+        if columns is None:
+            columns = [Column(group, 0, 1, None) for group in range(len(plan.groups))]
+        # Those of windows an entry has for a while only.
+        lasting = max(1, sum(column.reach is None for column in columns))
+        shm, entries = plan.settings.tiers.stack[PRIMARY], plan.region.rows // lasting
+        return TierStack(
+            plan.region.rows,
+            PolicyRegistry().open(str(shm["eviction"]), entries),
+            tiers,
+            settings or self.stack_settings,
+            groups=len(columns),
+            reach=[column.reach for column in columns],
+            admission=None
+            if shm["admission"] == "all"
+            else open_admission(str(shm["admission"]), entries),
+            entry_bytes=plan.region.row_bytes * lasting,
+            headers=None
+            if region is None
+            else RowHeaders(
+                region.row_headers(), self.fingerprint(engine_facts), self._slot_lengths(columns)
+            ),
+            now=now,
+            observers=observers,
+            node=node,
+        )
+
+    def _slot_lengths(self, columns: Sequence[Column]) -> list[list[int]]:
+        """What each slot of this node's rows keeps of a chunk, by column, in bytes."""
+        local = self.plan.topology.world_size // len(self.replica.node_ranks)
+        writers = {worker.slot: worker for worker in reversed(self.replica.workers[:local])}
+        return [
+            [
+                writers[slot].worker_bytes_per_block[column.group]
+                * self.plan.cache.blocks_per_chunk
+                for slot in sorted(writers)
+            ]
+            for column in columns
+        ]
+
+    @property
+    def stack_settings(self) -> StackSettings:
+        settings = self.plan.settings.tiers
+        return StackSettings(
+            edges=tuple(Edge.parse(settings.edges[name]) for name in self.lower_tiers),
+            load_from=settings.load_from,
+            tokens_per_entry=self.plan.region.tokens_per_row,
+            lookup_timeout_s=settings.lookup_timeout_s,
+            load_timeout_s=settings.load_timeout_s,
+            store_timeout_s=settings.store_timeout_s,
+            promotion_share=settings.promotion_share,
+        )
+
     def differences(self, found: Mapping[str, Any]) -> list[str]:
         """What an engine's own settings, by name, say otherwise than the plan."""
         plan, sizes = self.plan, self.plan.topology
-        logical_tokens = plan.cache.tokens_per_block * sizes.pcp_size * sizes.dcp_size
+        context = sizes.pcp_size * sizes.dcp_size
         planned: dict[str, Any] = {
             "engine_id": self.engine_id,
+            "workers of a replica": sizes.world_size,
             "tensor_parallel_size": sizes.tp_size,
             "pipeline_parallel_size": sizes.pp_size,
             "prefill_context_parallel_size": sizes.pcp_size,
             "decode_context_parallel_size": sizes.dcp_size,
-            "block sizes": [logical_tokens] * len(plan.groups),
+            "block sizes": [block_tokens(group, plan.cache) * context for group in plan.groups],
             "tokens per hash": plan.cache.tokens_per_hash,
             "blocks_per_chunk": plan.cache.blocks_per_chunk,
             "KV dtype": plan.model.dtype,
@@ -295,6 +361,18 @@ class Deployment:
             f"{name} is {value!r} in the engine and {planned[name]!r} in the plan"
             for name, value in found.items()
             if value != planned[name]
+        ]
+
+    def other_layers(self, found: Sequence[Sequence[int]]) -> list[str]:
+        """Which KV-cache groups of an engine, in their order, do not have the layers that the plan
+        gives them. With pipeline stages, an engine may tell the layers of one of them."""
+        staged = self.plan.topology.pp_size > 1
+        return [
+            f"group {index} has layers {list(layers)} in the engine and {list(group.layers)} in "
+            "the plan"
+            for index, (layers, group) in enumerate(zip(found, self.plan.groups, strict=False))
+            if not (staged and set(layers) <= set(group.layers))
+            and sorted(layers) != sorted(group.layers)
         ]
 
     @property

@@ -13,7 +13,8 @@ the model is dense. Where both say something they must agree.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from backends.vllm.interface import check_interface
@@ -31,6 +32,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig  # noqa: E402
 
 from backends.deployment import Deployment, plan_of, read_plan_file  # noqa: E402
 from backends.errors import ConfigError  # noqa: E402
+from backends.keywise import KeywiseStack  # noqa: E402
 from backends.region.share import write_json  # noqa: E402
 from backends.vllm.hashes import none_hash  # noqa: E402
 from backends.vllm.manager import StackManager  # noqa: E402
@@ -39,6 +41,11 @@ from backends.vllm.worker import RegionWorker  # noqa: E402
 
 COUNTS_FILE: Final = "stack.json"
 """What the stack had counted when the engine ended, in the replica's own directory."""
+
+
+def layers_of(names: Sequence[str]) -> list[int]:
+    """The numbers in names such as model.layers.3.self_attn.attn."""
+    return sorted({int(part) for name in names for part in name.split(".") if part.isdigit()})
 
 
 def find_deployment(config: OffloadingConfig) -> Deployment:
@@ -66,6 +73,9 @@ def find_deployment(config: OffloadingConfig) -> Deployment:
     wrong = deployment.differences(
         {
             "engine_id": config.engine_id,
+            # vLLM waits for so many workers with each store: under external_launcher for those of
+            # all its own replicas, and then none is ever complete.
+            "workers of a replica": parallel.world_size,
             "tensor_parallel_size": parallel.tp_size,
             "pipeline_parallel_size": parallel.pp_size,
             "prefill_context_parallel_size": parallel.pcp_size,
@@ -76,6 +86,7 @@ def find_deployment(config: OffloadingConfig) -> Deployment:
             "KV dtype": config.model.dtype,
         }
     )
+    wrong += deployment.other_layers([layers_of(group.layer_names) for group in config.groups])
     if wrong:
         raise ConfigError(
             f"replica {index}: {'; '.join(wrong)}. Start vLLM with the command that action=export "
@@ -108,29 +119,29 @@ class KvquayOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
             deployment, chunk = self.deployment, self.blocks_per_chunk
             region = open_as_scheduler(deployment)
             try:
-                stack = deployment.open_stack(region, self.facts())
+                stack = deployment.open_stack(region, engine_facts=self.facts())
             except BaseException:
                 region.close()
                 raise
 
-            def ended(counted: dict[str, Any]) -> None:
-                region.close()
-                write_json(deployment.directory / COUNTS_FILE, counted)
-
-            self._manager = StackManager(
+            keywise = KeywiseStack(
                 stack,
                 tokens_per_chunk=[tokens * chunk for tokens in self.tokens_per_block],
                 windowed=[g.kind == "sliding_window" for g in deployment.plan.groups],
-                none_hash=none_hash(self._hash),
                 steps_in_flight=1 + deployment.plan.topology.pp_size,
-                ended=ended,
+            )
+            self._manager = StackManager(
+                keywise,
+                none_hash=none_hash(self._hash),
+                tell=partial(write_json, deployment.directory / COUNTS_FILE),
+                closed=region.close,
             )
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:
             plan = self.deployment.plan
-            region, local_rank = open_as_worker(self.deployment)
+            region, rank, local_rank = open_as_worker(self.deployment)
             try:
                 if plan.settings.region.prefault:
                     region.prefault(local_rank)
@@ -146,7 +157,7 @@ class KvquayOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
                         lambda address, nbytes: int(runtime.cudaHostRegister(address, nbytes, 0)),
                         lambda address: int(runtime.cudaHostUnregister(address)),
                     )
-                config = self.deployment.offload_config(self.config.parallel.rank)
+                config = self.deployment.offload_config(rank)
                 self._worker = RegionWorker(
                     kv_caches,
                     region,

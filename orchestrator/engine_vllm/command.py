@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ from backends.units import parse_size
 from orchestrator.plan import Plan
 
 HASH = "sha256"
+SHUTDOWN_S = 15
+"""How long a server's engine has after SIGTERM. vLLM's own default is to kill it at once."""
 _GIB = 1 << 30
+_HERE = Path(__file__).resolve().parents[2]
 
 
 def plan_path(plan: Plan) -> Path:
@@ -81,21 +85,26 @@ def environment(plan: Plan, index: int) -> dict[str, str]:
     }
 
 
-def serve_command(plan: Plan, index: int | None) -> str:
-    """`vllm serve` of one replica, ready for a shell; None: one that makes all replicas itself."""
+def serve_command(plan: Plan, index: int | None, program: Sequence[str]) -> str:
+    """`vllm serve` of one replica, ready for a shell; None: one that makes all replicas itself.
+
+    `program` are the words before the model's name.
+    """
     arguments = engine_arguments(plan)
     settings = environment(plan, index or 0)
     port = plan.settings.engine.vllm.port + (index or 0)
     if index is None:
         arguments["data_parallel_size"] = plan.topology.data_parallel_size
         settings.pop("CUDA_VISIBLE_DEVICES", None)
-    words = ["vllm", "serve", str(arguments.pop("model"))]
+    if (_HERE / "pyproject.toml").is_file():  # kvquay is not installed, but run from its source
+        settings["PYTHONPATH"] = str(_HERE)
+    words = [*program, str(arguments.pop("model"))]
     for name, value in arguments.items():
         option = f"--{name.replace('_', '-')}"
         if value is True:
             words.append(option)
         elif value is not False:
             words += [option, str(value)]
-    words += ["--port", str(port)]
+    words += ["--port", str(port), "--shutdown-timeout", str(SHUTDOWN_S)]
     words += ["--kv-transfer-config", json.dumps(kv_transfer_config(plan, index))]
     return shlex.join(["env", *(f"{name}={value}" for name, value in settings.items()), *words])

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from backends.vllm.sources import REGION, source_of
 from orchestrator.engine_vllm.command import engine_arguments, kv_transfer_config
 from orchestrator.engine_vllm.prompts import prompt_tokens
 from orchestrator.events import EventWriter
@@ -147,14 +148,10 @@ def _result(
 ) -> dict[str, Any]:
     """As a leader of the reference engine writes it, and `vllm` beside it."""
     counters = served.counters
-    external = int(counters.get("vllm:external_prefix_cache_hits", 0))
-    below = {
-        name: tier.get("hits", 0) * plan.region.tokens_per_row
-        for name, tier in stack["lower_tiers"].items()
-    }
-    # vLLM counts what came from outside the device, the stack which tier each entry came from.
-    scale = min(1.0, external / max(1, sum(below.values())))
-    below = {name: int(tokens * scale) for name, tokens in below.items()}
+
+    def cached(source: str) -> int:
+        return int(counters.get(f"vllm:prompt_tokens_cached_by_source|source={source}", 0))
+
     different = (
         None
         if bare is None
@@ -168,9 +165,9 @@ def _result(
             "rejected": served.rejected,
             "prompt_tokens": served.prompt_tokens,
             "output_tokens": served.output_tokens,
-            "hit_tokens_device": int(counters.get("vllm:prefix_cache_hits", 0)),
-            "hit_tokens_shm": external - sum(below.values()),
-            "hit_tokens_below": below,
+            "hit_tokens_device": cached("device"),
+            "hit_tokens_shm": cached(REGION),
+            "hit_tokens_below": {name: cached(source_of(name)) for name in stack["lower_tiers"]},
             "steps": 0,
             "skipped_lines": 0,
         },

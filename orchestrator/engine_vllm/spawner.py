@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from orchestrator.engine_vllm.command import environment, plan_path
+from orchestrator.engine_vllm.settings import PYTHON
 from orchestrator.plan import Plan, write_atomic
 from orchestrator.rundir import RunDir
 from orchestrator.spawn.torchrun import clean_environment
@@ -37,7 +38,7 @@ class VllmSpawner:
         return None
 
     def __enter__(self) -> VllmSpawner:
-        self._run_dir.report.unlink(missing_ok=True)
+        self._run_dir.forget_report()
         try:
             for index in sorted(self.running):
                 self._start(index)
@@ -57,7 +58,7 @@ class VllmSpawner:
             ]
             self._processes[index] = subprocess.Popen(
                 [
-                    *(self._plan.settings.engine.vllm.python or sys.executable,),
+                    *(self._inherited.get(PYTHON) or sys.executable,),
                     *("-m", "orchestrator.engine_vllm.replica"),
                     *("--plan", str(plan_path(self._plan)), "--replica", str(index)),
                     *("--digest", self._plan.digest, "--parent-pid", str(os.getpid())),

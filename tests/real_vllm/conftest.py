@@ -9,7 +9,15 @@ import pytest
 from tests.servers.rgw import is_required
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_configure() -> None:
+    """Where vLLM is required, what engines are forked from is made while tests are collected."""
+    if is_required("vllm"):
+        from tests.real_vllm.kit import forkserver
+
+        forkserver()
+
+
+def pytest_collection_modifyitems() -> None:
     """Where vLLM is required, a test that would be skipped for want of it has failed."""
     if is_required("vllm"):
         import vllm  # noqa: F401

@@ -1,59 +1,76 @@
-"""A vLLM engine in a process of its own, driven by a test: one JSON object a line, in and out.
+"""A vLLM engine in a process of its own, driven by a test: one question, one answer.
 
-`{"do": "ask", "prompts": [...]}` answers with tokens and cached tokens of each; `reset` empties the
-device's prefix cache; `counters` are vLLM's own; `close` ends the engine, and what the tiers had
-still to write is written.
+The process is forked from one that has imported vLLM and done nothing else, because importing it
+takes longer than starting an engine. `{"do": "ask", "prompts": [...]}` answers with tokens and
+cached tokens of each; `reset` empties the device's prefix cache; `counters` are vLLM's own; `close`
+ends the engine, and what the tiers had still to write is written.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from vllm import SamplingParams
+from vllm.entrypoints.llm import LLM
+from vllm.v1.worker import cpu_worker  # noqa: F401 - before the fork, not after
+
 from orchestrator.engine_vllm.command import engine_arguments, kv_transfer_config
 from orchestrator.engine_vllm.replica import counters_of, warm_up
-from orchestrator.plan import read_plan
+from orchestrator.plan import Plan, read_plan
 
 
-def main() -> None:
-    plan_path, index, offload = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "offload"
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM prints to its standard output
-    from vllm import LLM, SamplingParams
-
+def serve(
+    connection: Connection, plan_path: str, index: int, offload: bool, log: str, changes: Any
+) -> None:
+    """An engine of replica `index`, until `close` or the end of the connection. `changes` are to
+    vLLM's engine arguments."""
+    _print_to(log)
     plan = read_plan(Path(plan_path))
-    arguments = engine_arguments(plan)
-    if offload:
-        arguments["kv_transfer_config"] = kv_transfer_config(plan, index)
-    llm = LLM(**arguments, disable_log_stats=False)
-    warm_up(llm, plan)
-
-    def tell(answer: Any) -> None:
-        print(json.dumps(answer), file=answers, flush=True)
-
-    tell("ready")
-    for line in sys.stdin:
-        asked = json.loads(line)
-        match asked["do"]:
-            case "ask":
-                told = []
-                for prompt in asked["prompts"]:
-                    parameters = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-                    [output] = llm.generate([prompt], parameters, use_tqdm=False)
-                    told.append([list(output.outputs[0].token_ids), output.num_cached_tokens or 0])
-                tell(told)
-            case "reset":
-                tell(llm.reset_prefix_cache())
-            case "counters":
-                tell(counters_of())
-            case "close":
-                llm.llm_engine.engine_core.shutdown()
-                tell("closed")
+    with _engine(plan, index, offload, changes) as llm:
+        warm_up(llm, plan)
+        connection.send("ready")
+        while True:
+            try:
+                asked = connection.recv()
+            except EOFError:
                 return
+            match asked["do"]:
+                case "ask":
+                    connection.send([_answer(llm, prompt) for prompt in asked["prompts"]])
+                case "reset":
+                    connection.send(llm.reset_prefix_cache())
+                case "counters":
+                    connection.send(counters_of())
+                case "close":
+                    break
+    connection.send("closed")
 
 
-if __name__ == "__main__":
-    main()
+@contextmanager
+def _engine(plan: Plan, index: int, offload: bool, changes: Any) -> Iterator[Any]:
+    arguments = engine_arguments(plan) | changes
+    if offload and "kv_transfer_config" not in changes:
+        arguments["kv_transfer_config"] = kv_transfer_config(plan, index)
+    wordless = not (Path(str(arguments["model"])) / "tokenizer.json").exists()
+    llm = LLM(**arguments, disable_log_stats=False, skip_tokenizer_init=wordless)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def _answer(llm: Any, prompt: Any) -> tuple[list[int], int]:
+    parameters = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+    [output] = llm.generate([prompt], parameters, use_tqdm=False)
+    return list(output.outputs[0].token_ids), output.num_cached_tokens or 0
+
+
+def _print_to(path: str) -> None:
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for standard in (1, 2):
+        os.dup2(file, standard)

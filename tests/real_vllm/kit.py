@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "README.md"
-PROMPT_CHARS = 2400
+PROMPT_CHARS = 1600
 
 
 def prompts(count: int) -> list[str]:
@@ -27,9 +33,15 @@ def prompts(count: int) -> list[str]:
     return found
 
 
-def save_tiny(directory: Path) -> Path:
+def token_prompts(count: int, tokens: int = 400) -> list[dict[str, list[int]]]:
+    """For a model that has no tokenizer."""
+    drawn = np.random.default_rng(count).integers(32, 1000, (count, tokens)).tolist()
+    return [{"prompt_token_ids": row} for row in drawn]
+
+
+def save_tiny(directory: Path, **changes: Any) -> Path:
     """A llama of four layers; vLLM makes its weights, the same in every process."""
-    config = {
+    config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": 256,
@@ -48,8 +60,20 @@ def save_tiny(directory: Path) -> Path:
         "eos_token_id": 2,
         "hidden_act": "silu",
     }
-    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "config.json").write_text(json.dumps(config | changes))
     return directory
+
+
+def save_hybrid(directory: Path) -> Path:
+    """As many layers with a sliding window as without."""
+    return save_tiny(
+        directory,
+        architectures=["Olmo3ForCausalLM"],
+        model_type="olmo3",
+        pad_token_id=0,
+        sliding_window=128,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
 
 
 def save_smollm2(directory: Path) -> Path:
@@ -83,6 +107,7 @@ def environment() -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
     }
 
@@ -127,62 +152,60 @@ class Answer:
 class Engine:
     """One vLLM in a process. Use as a context: leaving it kills what was not closed."""
 
-    def __init__(self, plan: Path, index: int, log: Path, *, offload: bool = True) -> None:
+    def __init__(
+        self, plan: Path, index: int, log: Path, *, offload: bool = True, **changes: Any
+    ) -> None:
+        """`changes` are to vLLM's engine arguments."""
+        from tests.real_vllm.engine_process import serve
+
         self._log = log
-        with open(log, "ab") as errors:
-            self.process = subprocess.Popen(
-                [
-                    *(
-                        sys.executable,
-                        "-m",
-                        "tests.real_vllm.engine_process",
-                        str(plan),
-                        str(index),
-                    ),
-                    "offload" if offload else "bare",
-                ],
-                cwd=ROOT,
-                env=environment(),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
+        self._connection, theirs = multiprocessing.Pipe()
+        self.process = forkserver().Process(
+            target=serve, args=(theirs, str(plan), index, offload, str(log), changes)
+        )
+        self.process.start()
+        theirs.close()
         assert self._answer() == "ready"
 
     def _answer(self) -> Any:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise AssertionError(
-                f"the engine ended with {self.process.wait()}: {self._log.read_text()[-3000:]}"
-            )
-        return json.loads(line)
+        try:
+            return self._connection.recv()
+        except (EOFError, ConnectionError):
+            self.process.join()
+            text = self._log.read_text()[-6000:]
+            raise AssertionError(f"the engine ended with {self.process.exitcode}: {text}") from None
 
     def do(self, what: str, **fields: Any) -> Any:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": what, **fields}) + "\n")
-        self.process.stdin.flush()
+        self._connection.send({"do": what, **fields})
         return self._answer()
 
-    def ask(self, texts: list[str]) -> list[Answer]:
-        return [Answer(*told) for told in self.do("ask", prompts=texts)]
+    def ask(self, texts: Sequence[Any]) -> list[Answer]:
+        return [Answer(*told) for told in self.do("ask", prompts=list(texts))]
 
     def close(self) -> None:
         assert self.do("close") == "closed"
-        assert self.process.wait(timeout=120) == 0
+        self.process.join(timeout=120)
+        assert self.process.exitcode == 0
 
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
-        self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
+        self._connection.close()
+        self.process.kill()
+        self.process.join()
+
+
+@cache
+def forkserver() -> ForkServerContext:
+    """Forks engines. Started once, with their environment and not with that of the tests."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.real_vllm.engine_process"])
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment().items():
+            patch.setenv(name, value)
+        ensure_running()
+    return context
 
 
 def block_files(directory: Path) -> Iterator[Path]:
@@ -205,7 +228,7 @@ def plain_config(engine_id: str) -> Any:
     )
 
     return OffloadingConfig(
-        groups=(OffloadingGroupConfig(32, ("model.layers.0.attn",), 0),),
+        groups=(OffloadingGroupConfig(32, tuple(f"model.layers.{n}.attn" for n in range(4)), 0),),
         worker_kv_bytes_per_block=1,
         enable_kv_cache_events=False,
         extra_config={},

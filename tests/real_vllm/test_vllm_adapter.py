@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("vllm")
 
@@ -29,11 +30,14 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
     OffloadingConfig,
+    OffloadingGroupConfig,
     OffloadingModelConfig,
 )
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from backends.deployment import Plan, inline_options, plan_of, read_plan_file
+from backends.deployment import Deployment, Plan, inline_options, plan_of, read_plan_file
 from backends.errors import ConfigError, RegionError
+from backends.keywise import KeywiseStack
 from backends.policy.lru import Lru
 from backends.region.region import Region
 from backends.region.spec import RegionSpec
@@ -41,9 +45,10 @@ from backends.stack.headers import RowHeaders
 from backends.stack.stack import TierStack
 from backends.vllm.hashes import none_hash
 from backends.vllm.interface import VllmMismatch, check_interface
-from backends.vllm.manager import StackManager
+from backends.vllm.manager import RowsSpec, StackManager, block_key
+from backends.vllm.place import open_as_scheduler
 from backends.vllm.spec import find_deployment
-from backends.vllm.worker import RegionWorker, RowsSpec
+from backends.vllm.worker import RegionWorker
 from tests.real_vllm.kit import make_plan, plain_config
 
 pytestmark = pytest.mark.vllm
@@ -52,6 +57,7 @@ CHUNK_BLOCKS = 2
 BLOCK_TOKENS = 16
 BLOCK_BYTES = 64
 LAYERS = 3
+GROUP = OffloadingGroupConfig(32, ("model.layers.1.attn",), 0)
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +120,11 @@ def test_inline_options_say_what_the_file_says(plan: Path) -> None:
         ({"engine_id": "somebody_else"}, "engine_id is 'somebody_else' in the engine"),
         ({"cache": OffloadingCacheConfig(32, 7)}, "blocks_per_chunk is 7 in the engine"),
         ({"model": OffloadingModelConfig("tiny", "float16")}, "KV dtype is .float16. in"),
+        (
+            {"groups": (GROUP,)},
+            r"group 0 has layers \[1\] in the engine and \[0, 1, 2, 3\] in the plan",
+        ),
+        ({"groups": (GROUP, GROUP)}, r"block sizes is \[32, 32\] in the engine and \[32\] in"),
         ({"extra_config": {}}, "has no mapping 'kvquay'"),
     ],
 )
@@ -122,6 +133,14 @@ def test_an_engine_that_is_not_the_plans_is_refused(
 ) -> None:
     config = offloading_config(read_plan_file(str(plan)), **changes)
     with pytest.raises(ConfigError, match=told):
+        find_deployment(config)
+
+
+def test_vllm_s_own_replicas_under_an_external_launcher_are_refused(plan: Path) -> None:
+    """vLLM counts all their workers as one replica's, and no store would ever be complete."""
+    config = offloading_config(read_plan_file(str(plan)))
+    config = replace(config, parallel=replace(config.parallel, world_size=2))
+    with pytest.raises(ConfigError, match="workers of a replica is 2 in the engine and 1"):
         find_deployment(config)
 
 
@@ -183,13 +202,14 @@ def machine(
         )
         headers = RowHeaders(region.row_headers(), bytes(32), [[slot]])
         kv_cache_utils.init_none_hash(lambda seed: b"n" * 32)
-        manager = StackManager(
+        keywise = KeywiseStack(
             TierStack(rows, Lru(rows), headers=headers),
             tokens_per_chunk=[CHUNK_BLOCKS * BLOCK_TOKENS],
             windowed=[False],
-            none_hash=b"n" * 32,
             steps_in_flight=2,
-            ended=lambda counted: None,
+        )
+        manager = StackManager(
+            keywise, none_hash=b"n" * 32, tell=lambda counted: None, closed=lambda: None
         )
         yield manager, worker, tensors
         worker.shutdown()
@@ -251,7 +271,7 @@ def test_what_was_stored_comes_back_also_from_the_middle_of_a_chunk(device: str)
         for tensor in tensors:
             assert torch.equal(tensor[33:36], tensor[3:6])
             assert not torch.equal(tensor[36], tensor[6])
-        assert manager.stack.index.pinned == 0
+        assert manager.keywise.stack.index.pinned == 0
 
 
 def test_a_row_that_is_not_the_blocks_is_never_loaded() -> None:
@@ -267,38 +287,44 @@ def test_a_row_that_is_not_the_blocks_is_never_loaded() -> None:
         manager.complete_load(keys, context)
 
 
-def test_a_region_that_is_full_stores_what_fits_and_asks_to_be_asked_again() -> None:
-    with machine(rows=2) as (manager, _, _):
+def test_a_reset_goes_on_until_the_steps_that_are_in_flight_are_over() -> None:
+    with machine(rows=2) as (manager, worker, _):
+        context, keys = request("a", 2)
+        manager.on_new_request(context)
+        store(manager, worker, context, keys[:1])
+        manager.prepare_load(keys[:1], context)
+        manager.reset_cache()
+        assert manager.lookup(keys[0], context) == LookupResult.MISS
+        assert manager.has_pending_work()
+        for _ in range(3):
+            manager.on_schedule_end(ScheduleEndContext((), ()))
+        assert not manager.has_pending_work()
+
+
+def test_vllm_is_told_in_its_own_words_where_a_block_came_from() -> None:
+    with machine() as (manager, worker, _):
         context, keys = request("a", 3)
         manager.on_new_request(context)
-        output = manager.prepare_store(keys, context)
-        assert output is not None
-        assert output.keys_to_store == keys[:2]
-        assert manager.prepare_store(keys[2:], context) is None
-        manager.complete_store(output.keys_to_store, context, success=False)
-        assert manager.stack.index.rows_free == 2
+        store(manager, worker, context, keys)
+        seen = manager._request(context)
+        seen.sources |= {block_key(keys[1]): "fs", block_key(keys[2]): "object"}
+        assert [manager.get_load_source(key, context) for key in keys] == [
+            CacheHitSource.HOST,
+            CacheHitSource.DISK,
+            CacheHitSource.EXTERNAL_UNSPECIFIED,
+        ]
 
 
-def test_after_a_reset_rows_of_cut_off_transfers_stay_out_of_use_until_they_have_ended() -> None:
-    with machine(rows=4) as (manager, worker, _):
-        context, keys = request("a", 4)
-        manager.on_new_request(context)
-        store(manager, worker, context, keys[:2])
-        manager.prepare_load(keys[:1], context)
-        output = manager.prepare_store(keys[2:], context)
-        assert output is not None
-        manager.reset_cache()
-        assert [manager.lookup(key, context) for key in keys[:2]] == [LookupResult.MISS] * 2
-        assert manager.stack.index.rows_free == 1
-        step = ScheduleEndContext((), ())
-        for _ in range(2):
-            manager.on_schedule_end(step)
-            assert manager.stack.index.rows_free == 1
-            assert manager.has_pending_work()
-        manager.on_schedule_end(step)
-        assert manager.stack.index.rows_free == 4
-        assert not manager.has_pending_work()
-        assert manager.stack.index.pinned == 0
+def test_a_scheduler_inside_one_of_several_workers_is_refused(plan: Path) -> None:
+    """As under torchrun with external_launcher: every rank has a scheduler of its own."""
+    read = read_plan_file(str(plan))
+    several = replace(read, topology=replace(read.topology, tp_size=2))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ConfigError, match="external_launcher"):
+            open_as_scheduler(Deployment(several, 0))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_hashes_that_begin_otherwise_than_the_command_said_are_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +29,7 @@ from vllm.v1.kv_offload.tiering.manager import (
     TieringOffloadingManager,
 )
 
-from tests.real_vllm.kit import block_files, plain_config
+from tests.real_vllm.kit import Engine, block_files, make_plan, plain_config, token_prompts
 
 pytestmark = pytest.mark.vllm
 
@@ -151,3 +153,49 @@ def test_other_models_and_hashes_do_not_see_each_others_blocks(tmp_path: Path) -
             context = ReqContext("reader")
             manager.on_new_request(context)
             assert find(manager, context) == [LookupResult.MISS] * len(KEYS)
+
+
+@pytest.mark.multiproc
+@pytest.mark.timeout(600)
+def test_an_engine_on_vllm_s_tiering_finds_in_our_tiers_what_another_has_written(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """The scheduler, the primary tier and its shared memory are vLLM's, the tiers under it ours."""
+    plan = make_plan(tmp_path / "plan", tiny_model, "engine.vllm.load_format=dummy")
+    disk, log = tmp_path / "fs", tmp_path / "log"
+    asked = token_prompts(2)
+
+    def transfer(name: str, objects: Path) -> dict[str, Any]:
+        fs = {"type": "KvquayFilesystemTier", "paths": [str(disk)], "capacity": "64MiB"}
+        stores = {"type": "KvquayObjectTier", "url": f"file:{objects}"}
+        tiers = [{"module_path": "backends.vllm.tiers", **tier} for tier in (fs, stores)]
+        return {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "engine_id": f"tiering_{os.getpid()}_{name}",
+            "kv_connector_extra_config": {
+                "spec_name": "CpuTieringSpec",
+                "spec_module_path": "tests.real_vllm.cpu_tiering",
+                "cpu_bytes_to_use": 16 << 20,
+                "blocks_per_chunk": 2,
+                "secondary_tiers": tiers,
+            },
+        }
+
+    objects = tmp_path / "objects"
+    with Engine(plan, 0, log, kv_transfer_config=transfer("a", objects)) as engine:
+        first = engine.ask(asked)
+        assert [answer.cached for answer in first] == [0, 0]
+        engine.close()
+    assert list(block_files(disk))
+    # The disk is the only source of the first prompt, the objects of the second.
+    with Engine(plan, 0, log, kv_transfer_config=transfer("b", tmp_path / "none")) as engine:
+        [answer] = engine.ask(asked[:1])
+        assert (answer.tokens, answer.cached) == (first[0].tokens, 384)
+        engine.close()
+    shutil.rmtree(disk)
+    with Engine(plan, 0, log, kv_transfer_config=transfer("c", objects)) as engine:
+        [answer] = engine.ask(asked[1:])
+        assert (answer.tokens, answer.cached) == (first[1].tokens, 384)
+        engine.close()
+    assert not list(Path("/dev/shm").glob(f"vllm_offload_tiering_{os.getpid()}_*"))
