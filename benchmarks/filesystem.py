@@ -199,7 +199,7 @@ class Fio:
             *("fio", "--name=bench", "--output-format=json", f"--rw={how}", f"--bs={block_bytes}"),
             *(f"--direct={int(self._direct)}", f"--iodepth={depth}", f"--size={size}"),
             *(f"--numjobs={jobs}", f"--offset_increment={size}", "--group_reporting"),
-            *("--invalidate=1", "--end_fsync=0", *self._engine, *options),
+            *("--invalidate=1", "--end_fsync=0", "--iomem=mmapshared", *self._engine, *options),
         ]
         time.sleep(REST_S)
         began_s = time.perf_counter()
