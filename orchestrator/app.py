@@ -16,13 +16,15 @@ from backends.units import format_size
 from orchestrator import report as reports
 from orchestrator.compose import to_config
 from orchestrator.engine_vllm.settings import complete
+from orchestrator.html.report_page import invalid_page
 from orchestrator.job import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, Job, Outcome, reproduce, say
 from orchestrator.model import expand_model
 from orchestrator.object_store import FROM_THE_ENVIRONMENT, absolute_url
-from orchestrator.plan import RunInfo, cache_config, make_plan, write_plan
+from orchestrator.plan import Plan, RunInfo, make_plan, write_plan
 from orchestrator.problems import ConfigProblems
 from orchestrator.render import print_plan
 from orchestrator.schema import Config
+from orchestrator.sweep.resume import find_good
 from orchestrator.validate import validate
 
 
@@ -40,13 +42,16 @@ def run(cfg: DictConfig, job: Job, console: Console, errors: Console) -> Outcome
 
             clean(console, apply=config.clean.apply)
             return Outcome(EXIT_OK)
+        info = RunInfo(job.run_id, str(job.run_dir), time.time())
         if config.action == "simulate":
             from orchestrator.simulate.action import simulate
 
-            simulate(config, cache_config(config, checked.topology), job.run_dir, console)
+            simulate(config, checked, info, console)
             return Outcome(EXIT_OK)
-        info = RunInfo(job.run_id, str(job.run_dir), time.time())
         plan = make_plan(config, checked.topology, checked.model, checked.groups, info)
+        done = _done_before(config, job, plan, console)
+        if done is not None:
+            return done
         write_plan(plan, job.run_dir)
         if config.action == "plan":
             print_plan(console, plan)
@@ -55,8 +60,12 @@ def run(cfg: DictConfig, job: Job, console: Console, errors: Console) -> Outcome
         if config.action == "export":
             from orchestrator.engine_vllm.export import print_commands
 
-            print_commands(console, plan)
+            print_commands(console, plan, job.environment)
             return Outcome(EXIT_OK)
+        if config.action == "doctor":
+            from orchestrator.doctor.action import doctor
+
+            return doctor(plan, job, console, errors)
         from orchestrator.execute import run_plan  # planning alone answers sooner without it
 
         return run_plan(plan, job, console, errors)
@@ -67,10 +76,23 @@ def run(cfg: DictConfig, job: Job, console: Console, errors: Console) -> Outcome
         say(errors, str(error))
         found = reports.invalid_report(job.run_id, error.problems, reproduce(job.overrides))
         reports.write_report(found, job.run_dir)
-        return Outcome(EXIT_CONFIG, found, str(error))
+        reports.write_page(invalid_page(found), job.run_dir)
+        return Outcome(EXIT_CONFIG, found, str(error), log=str(job.run_dir / "report.json"))
     except (KvquayError, OSError) as error:
         say(errors, f"{type(error).__name__}: {error}")
-        return Outcome(EXIT_FAILED, None, str(error))
+        return Outcome(EXIT_FAILED, None, str(error), log=str(job.run_dir))
+
+
+def _done_before(config: Config, job: Job, plan: Plan, console: Console) -> Outcome | None:
+    """A job of a sweep that need not be done again, where `sweep.resume` is set."""
+    if job.sweep_dir is None or not config.sweep.resume or config.action != "run":
+        return None
+    found = find_good(job.sweep_dir, job.run_dir, plan.digest)
+    if found is None:
+        return None
+    where, report = found
+    say(console, f"plan {plan.digest[:16]} was run before, and well: {where}/report.json")
+    return Outcome(EXIT_OK, report, resumed_from=where)
 
 
 def _reap(console: Console) -> None:

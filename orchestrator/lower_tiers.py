@@ -29,6 +29,7 @@ def stack_settings(config: Config, tokens_per_entry: int) -> StackSettings:
         edges=tuple(Edge.parse(getattr(tiers.edges, name)) for name in lower_tiers(config)),
         load_from=tiers.load_from,
         tokens_per_entry=tokens_per_entry,
+        whole_answers=config.engine.lockstep,
         lookup_timeout_s=tiers.lookup_timeout_s,
         load_timeout_s=tiers.load_timeout_s,
         store_timeout_s=tiers.store_timeout_s,

@@ -32,7 +32,6 @@ from orchestrator.problems import Problem, did_you_mean
 from orchestrator.schema import Config
 from orchestrator.values import NOT_YET, check_value, not_yet
 
-NOT_YET_KEYS = ("sweep", "region.scope")
 OPTIONAL_GROUPS = ("experiment",)
 NICKNAMES = {
     "dp": "data_parallel_size",
@@ -227,8 +226,6 @@ def _check_key(
             limit = f"is not a key of the configuration: {above} holds one value"
             return [Problem(key, None, limit, f"set {above}=VALUE")]
         above = above.rpartition(".")[0]
-    if any(key == known or key.startswith(known + ".") for known in NOT_YET_KEYS):
-        return [not_yet(key, _typed(override, override.value()))]
     return [Problem(key, None, "is not a key of the configuration", _meant(key, fields, groups))]
 
 

@@ -11,6 +11,8 @@ import hashlib
 import os
 import shlex
 from dataclasses import dataclass, replace
+from math import gcd
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,18 @@ from backends.config import (
     ParallelConfig,
 )
 from backends.errors import ConfigError, KvquayError
-from backends.layout import fingerprint, geometry_digest, replica_worker_groups, slot_bytes
+from backends.layout import (
+    Column,
+    blocks_per_unit,
+    columns,
+    fingerprint,
+    geometry_digest,
+    rank_slots,
+    replica_worker_groups,
+    slot_bytes,
+    unit_tokens,
+)
+from backends.region.node.spec import NodeIndexSpec
 from backends.region.numa import replica_node
 from backends.region.spec import RegionSpec, rows_for_size
 from backends.tier.object.settings import ObjectSettings
@@ -35,7 +48,7 @@ from backends.units import parse_size
 from orchestrator import __version__, object_store
 from orchestrator.lower_tiers import lower_tiers
 from orchestrator.ports import port_of
-from orchestrator.schema import CleanConf, Config, SimulateConf
+from orchestrator.schema import CleanConf, Config, SimulateConf, SweepConf
 from orchestrator.topology import Placement, Topology
 from orchestrator.workload.hashing import HASH_ALGORITHM
 
@@ -88,8 +101,11 @@ class ReplicaPlan:
 class RegionPlan:
     """What every replica's region on every node looks like. Sizes in bytes.
 
+    `rows` are one pool for all KV-cache groups. `tokens_per_row` are those of an entry, which has a
+    row for each of its columns (`backends.layout.columns`): one a group where all blocks are equal.
     `numa_nodes[data_parallel_rank_local]` is the memory node to bind a replica to; None asks for
-    nothing, as on a machine with one node.
+    nothing, as on a machine with one node. `index_bytes` are those of each node's index of the
+    blocks of all its replicas, in /dev/shm, with `region.scope: node`.
     """
 
     backing: str
@@ -102,6 +118,7 @@ class RegionPlan:
     bytes_per_node: int
     geometry_digest: str
     numa_nodes: tuple[int | None, ...]
+    index_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +171,16 @@ class Plan:
     settings: Config
     object_store: ObjectPlan | None = None
 
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """Of an entry: each takes a row."""
+        return columns(self.groups, self.cache, self.topology)
+
+    @property
+    def slots(self) -> int:
+        """Of a row. Workers that keep equal bytes share one."""
+        return 1 + max(worker.slot for worker in self.replicas[0].workers)
+
     def parallel_config(self, placement: Placement) -> ParallelConfig:
         return _parallel_config(self.topology, placement)
 
@@ -170,6 +197,18 @@ class Plan:
             layout=self.settings.engine.layout,
         )
 
+    def node_index(self, data_parallel_index: int) -> NodeIndexSpec | None:
+        """The index of a replica's node; None where replicas do not share their regions."""
+        if self.settings.region.scope != "node":
+            return None
+        return node_index_spec(
+            self.run.run_id,
+            self.topology,
+            self.region.rows,
+            self.fingerprint,
+            self.topology.first_node(data_parallel_index),
+        )
+
     def region_spec(self, data_parallel_index: int) -> RegionSpec:
         settings = self.settings.region
         return RegionSpec(
@@ -178,7 +217,7 @@ class Plan:
             backing=settings.backing,
             rows=self.region.rows,
             slot_bytes=self.region.slot_bytes,
-            local_world_size=self.topology.local_world_size,
+            local_world_size=self.slots,
             geometry_digest=self.region.geometry_digest,
             persist_name=settings.persist_name,
             huge_pages=settings.huge_pages,
@@ -198,21 +237,44 @@ class _Stamp:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What one replica's workers hold, the same for every replica. Bytes, by rank where a tuple."""
+    """What one replica's workers hold, the same for every replica. Bytes, by rank where a tuple.
+    `slots` are numbers, by rank too."""
 
     slot_bytes: int
     rows: int
     device_blocks: int
     worker_bytes_per_block: tuple[tuple[int, ...], ...]
+    slots: tuple[int, ...]
+    unit_bytes: int  # the most that a rank keeps of the longest block, over all groups
+
+    @property
+    def slots_per_row(self) -> int:
+        return 1 + max(self.slots)
+
+
+def declared_blocks(config: Config) -> tuple[int, ...]:
+    """Tokens of a worker's block in each group, or in all of them. A config.json names none."""
+    groups = () if config.model.hf_config else config.model.groups
+    default = config.engine.tokens_per_block
+    return tuple(group.tokens_per_block or default for group in groups) or (default,)
+
+
+def node_index_spec(
+    run_id: str, topology: Topology, rows: int, fingerprint: str = "", node_rank: int = 0
+) -> NodeIndexSpec:
+    """The index of one node, for regions of `rows` each."""
+    replicas = topology.data_parallel_size_local
+    return NodeIndexSpec(run_id, node_rank, replicas, rows, fingerprint)
 
 
 def cache_config(config: Config, topology: Topology) -> CacheConfig:
-    """Paging units; a hash covers one logical block unless set."""
+    """Paging units; a hash covers one logical block, or what blocks of several sizes are all made
+    of, unless set."""
     engine = config.engine
-    logical_tokens = engine.tokens_per_block * topology.pcp_size * topology.dcp_size
+    common_tokens = gcd(*declared_blocks(config)) * topology.pcp_size * topology.dcp_size
     return CacheConfig(
         tokens_per_block=engine.tokens_per_block,
-        tokens_per_hash=engine.tokens_per_hash or logical_tokens,
+        tokens_per_hash=engine.tokens_per_hash or common_tokens,
         blocks_per_chunk=config.region.blocks_per_chunk,
     )
 
@@ -225,13 +287,22 @@ def geometry(
     held = replica_worker_groups(groups, model, cache, topology)
     per_block = tuple(tuple(group.block_bytes for group in worker) for worker in held)
     slot = slot_bytes(held, cache.blocks_per_chunk)
-    rows = rows_for_size(parse_size(config.region.size), slot, topology.local_world_size)
-    largest = max(sum(worker) for worker in per_block)
+    local = topology.local_world_size
+    if config.engine.kind == "reference":
+        slots = rank_slots(groups, topology, local)
+    else:
+        # Each of its workers copies by itself, and is told of no other.
+        slots = tuple(rank % local for rank in range(topology.world_size))
+    rows = rows_for_size(parse_size(config.region.size), slot, 1 + max(slots))
+    counts = blocks_per_unit(groups, cache)
+    largest = max(sum(map(mul, worker, counts)) for worker in per_block)
     return Geometry(
         slot_bytes=slot,
         rows=rows,
         device_blocks=parse_size(config.engine.device_cache_size) // largest,
         worker_bytes_per_block=per_block,
+        slots=slots,
+        unit_bytes=largest,
     )
 
 
@@ -270,7 +341,7 @@ def make_plan(
         backing=config.region.backing,
         rows=shape.rows,
         slot_bytes=shape.slot_bytes,
-        local_world_size=topology.local_world_size,
+        local_world_size=shape.slots_per_row,
         geometry_digest="0" * 64,
     )
     digest = geometry_digest(
@@ -308,7 +379,7 @@ def make_plan(
             row_bytes=region.row_bytes,
             slot_bytes=shape.slot_bytes,
             tokens_per_row=(
-                cache.tokens_per_block
+                unit_tokens(groups, cache)
                 * cache.blocks_per_chunk
                 * topology.pcp_size
                 * topology.dcp_size
@@ -318,6 +389,11 @@ def make_plan(
             bytes_per_node=region.nbytes * topology.data_parallel_size_local,
             geometry_digest=digest,
             numa_nodes=_numa_nodes(config, topology),
+            index_bytes=(
+                node_index_spec(run.run_id, topology, shape.rows).nbytes
+                if config.region.scope == "node"
+                else 0
+            ),
         ),
         device_blocks=shape.device_blocks,
         replicas=tuple(
@@ -340,7 +416,8 @@ def _object_plan(plan: Plan) -> ObjectPlan | None:
     isolated = settings.placement == "per_replica"
     # As `backends.tier.naming.namespace_name` has it, which needs numpy.
     behind = [f"_dp{index}" for index in range(replicas)] if isolated else [""]
-    objects = -(-1_000_000 // plan.region.tokens_per_row) * len(plan.groups)
+    kept = sum(column.reach is None for column in plan.columns)
+    objects = -(-1_000_000 // plan.region.tokens_per_row) * max(1, kept)
     capacity = settings.capacity_bytes
     parts = -(-nbytes // settings.multipart_part)
     return ObjectPlan(
@@ -398,7 +475,7 @@ def _replica_plan(
                 local_rank=placement.local_rank,
                 device=config.engine.device,
                 device_index=device_index,
-                slot=placement.local_rank,
+                slot=shape.slots[placement.rank],
                 worker_bytes_per_block=shape.worker_bytes_per_block[placement.rank],
             )
         )
@@ -448,7 +525,12 @@ def plan_digest(plan: Plan) -> str:
     A run has the digest that `action=plan` told of the same configuration.
     """
     settings = replace(
-        plan.settings, action="", view="", clean=CleanConf(), simulate=SimulateConf()
+        plan.settings,
+        action="",
+        view="",
+        sweep=SweepConf(),
+        clean=CleanConf(),
+        simulate=SimulateConf(),
     )
     # Keys of a mapping may be numbers, but msgspec puts only text in order.
     plain: Any = msgspec.to_builtins(settings, str_keys=True)

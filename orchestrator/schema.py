@@ -61,6 +61,8 @@ class FsTierConf:
     probe_interval_s: float = 1.0
     stagger_s: float = 0.05
     touch_interval_s: float = 60.0
+    spare_files: int = 64
+    lease_blocks: int = 16
     snapshot_interval_s: float = 300.0
     retry_s: float = 0.5
     retry_most_s: float = 30.0
@@ -153,6 +155,7 @@ class RegionConf:
 
     size: str = "256MiB"  # per replica and node
     backing: str = "memfd"
+    scope: str = "replica"
     persist_name: bool = False
     blocks_per_chunk: int = 32
     prefault: bool = True
@@ -190,7 +193,6 @@ class WorkloadConf:
 class VllmConf:
     """What a vLLM is told beside what follows from the plan; see docs/vllm.md."""
 
-    python: Optional[str] = None  # an interpreter that has vLLM; None: this one
     port: int = 8000  # of `vllm serve`; this port + data_parallel_index
     load_format: str = "auto"
     max_model_len: Optional[int] = None  # None: the model's own
@@ -212,6 +214,8 @@ class EngineConf:
     device_cache_size: str = "32MiB"  # per rank
     layout: str = "layers_first"
     max_tokens_per_step: int = 8192
+    prefill_tokens_per_s: Optional[float] = None  # what loading is weighed against; None: measured
+    lockstep: bool = False  # one request at a time over all replicas, tiers at rest in between
     verify: str = "all"
     copy_kernel: str = "auto"
     copy_threads: int = 1
@@ -271,7 +275,12 @@ class CleanConf:
 
 @dataclass(frozen=True)
 class SimulateConf:
-    """`action=simulate`: which eviction policies are tried on the workload, and at which sizes."""
+    """`action=simulate`: what a run comes to (`stack`), and which eviction policies are tried on
+    its workload, and at which sizes (`policies`)."""
+
+    parts: list[str] = field(default_factory=lambda: ["stack", "policies"])
+    doctor: Optional[str] = None  # a doctor.json, for times
+    compare: Optional[str] = None  # directory of a run, whose own plan is simulated
 
     policies: list[str] = field(
         default_factory=lambda: ["lru", "arc", "s3fifo", "sieve", "tinylfu", "prefix_cost"]
@@ -279,6 +288,15 @@ class SimulateConf:
     capacities: list[int] = field(default_factory=lambda: [1000, 3000, 10000, 30000])  # chunks
     admission: str = "all"
     tokens_per_chunk: Optional[int] = None  # None: as in a run
+
+
+@dataclass(frozen=True)
+class SweepConf:
+    """`python launch.py -m`: what becomes of the other jobs when one fails, and of those that were
+    run before."""
+
+    on_failure: str = "continue"
+    resume: bool = False
 
 
 @dataclass(frozen=True)
@@ -296,5 +314,6 @@ class Config:
     spawn: SpawnConf = field(default_factory=SpawnConf)
     metrics: MetricsConf = field(default_factory=MetricsConf)
     events: EventsConf = field(default_factory=EventsConf)
+    sweep: SweepConf = field(default_factory=SweepConf)
     clean: CleanConf = field(default_factory=CleanConf)
     simulate: SimulateConf = field(default_factory=SimulateConf)

@@ -10,12 +10,13 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import gcd
 from pathlib import Path
 
 from backends import machine
 from backends.config import KvGroup, ModelConfig
 from backends.errors import ConfigError, RegionError
-from backends.layout import check_sharding
+from backends.layout import check_blocks, check_sharding, columns
 from backends.region.space import check_node_space, headroom_bytes
 from backends.region.spec import HEADER_BYTES, row_bytes_for
 from backends.tier.object.settings import ObjectSettings
@@ -24,9 +25,11 @@ from backends.tier.settings import SettingsError
 from backends.units import format_size, parse_size
 from orchestrator import object_store
 from orchestrator.engine_vllm.settings import check as check_vllm
+from orchestrator.engine_vllm.settings import process_bytes
 from orchestrator.lower_tiers import lower_tiers, stack_settings
 from orchestrator.model import check_model, resolve_model
-from orchestrator.plan import Geometry, cache_config, geometry
+from orchestrator.node_check import check_index_room, check_scope, check_windows
+from orchestrator.plan import Geometry, cache_config, declared_blocks, geometry
 from orchestrator.ports import check_free, check_ports, check_replay
 from orchestrator.problems import ConfigProblems, Problem
 from orchestrator.schema import Config
@@ -65,26 +68,25 @@ def validate(
     themselves is left out, so that nothing is told twice.
     """
     problems = check_values(config)
-    # What dead runs left may be why there is no room; removing it needs none.
-    on_this_machine = config.spawn.check_machine and config.action not in ("clean", "simulate")
+    # What dead runs left may be why there is no room; removing it needs none. A doctor finds out by
+    # itself, and has a verdict where a run is refused.
+    elsewhere = ("clean", "simulate", "doctor")
+    on_this_machine = config.spawn.check_machine and config.action not in elsewhere
     topology = None
     if _clear(problems, "parallel.", "spawn.nnodes"):
         topology, found = _topology(config)
         problems += found
     problems += _spawn(config, topology)
     problems += _settings(config)
-    problems += check_vllm(config)
+    environment = os.environ if environment is None else environment
+    problems += check_vllm(config, environment)
     problems += check_replay(config)
     object_given = _clear(problems, object_store.KEY)
-    problems += _lower_tiers(
-        config,
-        object_given,
-        on_this_machine,
-        os.environ if environment is None else environment,
-    )
+    problems += _lower_tiers(config, object_given, on_this_machine, environment)
     if _clear(problems, "tiers"):
         problems += _edges(config)
     problems += _affinity(config, topology)
+    problems += [] if topology is None else check_scope(config, topology)
     if _clear(problems, *_UNITS):
         problems += [] if topology is None else _units(config, topology)
         problems += _workload(config, topology or _SIMPLEST)
@@ -216,17 +218,24 @@ def _devices(config: Config, topology: Topology | None) -> Iterator[Problem]:
 def _units(config: Config, topology: Topology) -> Iterator[Problem]:
     engine = config.engine
     context = topology.pcp_size * topology.dcp_size
-    logical = engine.tokens_per_block * context
+    blocks = declared_blocks(config)
+    if min(blocks) < 1:
+        return
+    block = gcd(*blocks)
+    logical = block * context
     unit = engine.tokens_per_hash
     if unit and unit > 0 and logical % unit:
         spread = f" x PCP x DCP = {context}" if context > 1 else ""
+        named = "engine.tokens_per_block"
+        if set(blocks) != {engine.tokens_per_block}:
+            named = "what the blocks of all KV-cache groups have in common"
         yield Problem(
             "engine.tokens_per_hash",
             unit,
-            f"must divide a logical block of engine.tokens_per_block = {engine.tokens_per_block}"
-            f"{spread} = {logical} tokens",
+            f"must divide a logical block of {named} = {block}{spread} = {logical} tokens",
             f"leave it out for {logical}, or choose a divisor",
         )
+    logical = max(blocks) * context
     chunk = logical * config.region.blocks_per_chunk
     if 0 < engine.max_tokens_per_step < chunk:
         yield Problem(
@@ -371,11 +380,16 @@ def _shards(
 ) -> list[Problem]:
     """Can the model be divided over the ranks, and do its parts fit into what was declared?"""
     problems = [Problem(*finding) for finding in check_sharding(groups, topology)]
+    problems += check_windows(config, groups)
+    if sizes_hold:
+        found = check_blocks(groups, cache_config(config, topology))
+        problems += [Problem(*finding) for finding in found]
     if sizes_hold and not problems:
         shape = geometry(config, topology, model, groups)
         problems += _geometry(config, model, groups, topology, shape)
         if on_this_machine and not problems:
             problems += _huge_pages(config, topology, shape)
+            problems += check_index_room(config, topology, shape.rows)
     return problems
 
 
@@ -386,18 +400,19 @@ def _geometry(
     topology: Topology,
     shape: Geometry,
 ) -> Iterator[Problem]:
-    if shape.rows < len(groups):
-        least = 2 * 4096 + shape.slot_bytes * topology.local_world_size
+    needed = len(columns(groups, cache_config(config, topology), topology))
+    if shape.rows < needed:
+        least = 2 * 4096 + shape.slot_bytes * shape.slots_per_row
         yield Problem(
             "region.size",
             config.region.size,
-            f"holds {shape.rows} rows of {format_size(least)}, at least {len(groups)} are needed "
-            "(one a KV-cache group)",
-            f"set region.size={-(-least * len(groups) * 2 // 2**20)}MiB or more, or make "
+            f"holds {shape.rows} rows of {format_size(least)}, at least {needed} are needed "
+            "(one a chunk of each KV-cache group)",
+            f"set region.size={-(-least * needed * 2 // 2**20)}MiB or more, or make "
             "region.blocks_per_chunk smaller",
         )
     if shape.device_blocks < config.region.blocks_per_chunk:
-        block = max(map(sum, shape.worker_bytes_per_block))
+        block = shape.unit_bytes
         least_mib = -(-block * config.region.blocks_per_chunk // 2**20)
         yield Problem(
             "engine.device_cache_size",
@@ -423,7 +438,7 @@ def _huge_pages(config: Config, topology: Topology, shape: Geometry) -> Iterator
         return
     from backends.region import hugepages  # loads ctypes; seldom needed
 
-    row_bytes = row_bytes_for(shape.slot_bytes, topology.local_world_size)
+    row_bytes = row_bytes_for(shape.slot_bytes, shape.slots_per_row)
     nbytes = HEADER_BYTES + shape.rows * row_bytes
     try:
         hugepages.plan("require", nbytes, config.region.backing, machine.huge_pages())
@@ -452,7 +467,9 @@ def _memory(config: Config, topology: Topology) -> Iterator[Problem]:
         hint = hint or "make region.size or parallel.data_parallel_size smaller, or use more nodes"
         yield Problem("region.size", config.region.size, message, hint + elsewhere)
     caches = 0 if config.engine.device == "cuda" else cache * workers
-    processes = 0 if config.spawn.kind == "inline" else WORKER_BYTES * workers
+    processes = workers * (process_bytes(config) or WORKER_BYTES)
+    if config.spawn.kind == "inline":
+        processes = 0
     limit = machine.tightest_memory_limit()
     usable = max(0, limit.available_bytes - headroom_bytes(limit.limit_bytes))
     asked = region * local + caches + processes

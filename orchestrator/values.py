@@ -23,7 +23,6 @@ from orchestrator.schema import Config
 # What is known to come, so that it is refused as not there yet instead of as a misspelling.
 NOT_YET: dict[str, tuple[str, ...]] = {
     "spawn": ("ray", "slurm"),
-    "action": ("doctor",),
     "spawn.kind": ("ray", "slurm"),
     "spawn.scope": ("node",),
 }
@@ -32,9 +31,11 @@ TIERS = ("shm", "fs", "object")
 CPU_KERNELS = ("auto", "numpy", "c-portable", "c-avx2", "c-avx512")
 CUDA_KERNELS = ("auto", "cuda", "cuda-pinned", "cuda-pageable")
 CHOICES: dict[str, tuple[str, ...]] = {
-    "action": ("run", "plan", "simulate", "clean", "export"),
-    "view": ("auto", "plain", "quiet"),
+    "action": ("run", "plan", "doctor", "simulate", "clean", "export"),
+    "view": ("auto", "live", "plain", "quiet"),
+    "sweep.on_failure": ("continue", "stop"),
     "region.backing": BACKINGS,
+    "region.scope": ("replica", "node"),
     "region.huge_pages": HUGE_PAGES,
     "region.numa": ("auto", "off"),
     "region.pin": ("auto", "off"),
@@ -69,6 +70,7 @@ RANGES: dict[str, tuple[int, int]] = {
     "engine.tokens_per_block": (1, 2**20),
     "engine.tokens_per_hash": (1, 2**30),
     "engine.max_tokens_per_step": (1, 2**31),
+    "engine.prefill_tokens_per_s": (1, 2**40),
     "engine.copy_threads": (1, 256),
     "simulate.tokens_per_chunk": (1, 2**30),
     "engine.vllm.port": (1, 65535),
@@ -98,6 +100,8 @@ RANGES: dict[str, tuple[int, int]] = {
     "tiers.stack.fs.probe_interval_s": (0, _WEEK_S),
     "tiers.stack.fs.stagger_s": (0, _WEEK_S),
     "tiers.stack.fs.touch_interval_s": (0, _WEEK_S),
+    "tiers.stack.fs.spare_files": (0, 2**20),
+    "tiers.stack.fs.lease_blocks": (0, 2**20),
     "tiers.stack.fs.snapshot_interval_s": (0, _WEEK_S),
     "tiers.stack.fs.retry_s": (0, _WEEK_S),
     "tiers.stack.fs.retry_most_s": (0, _WEEK_S),

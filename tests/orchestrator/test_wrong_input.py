@@ -138,7 +138,6 @@ TO_COME = [
     row("engine=vllm", "engine.model=nowhere", told=["engine.model is", "with a config.json"]),
     row("engine.model=m", told=["engine.model is", "the reference engine has no model"]),
     row("action=export", told=["action is 'export'", "add engine=vllm"]),
-    row("action=doctor", told=["action is 'doctor'", NOT_YET]),
     row("spawn.nnodes=2", told=["spawn.nnodes is 2", "is not there yet", "action=plan"]),
 ]
 TYPES = [
@@ -169,7 +168,9 @@ TYPES = [
     row("engine.copy_threads=${engine.copy_threads}", told=["engine.copy_threads", "Recursive"]),
 ]
 VALUES = [
-    row("action=rum", told=["action is 'rum'", "run, plan, simulate", "did you mean 'run'?"]),
+    row(
+        "action=rum", told=["action is 'rum'", "run, plan, doctor, simulate", "did you mean 'run'?"]
+    ),
     row("view=loud", told=["view is 'loud'", "auto, plain, quiet"]),
     row("region.backing=hugetlb", told=["region.backing is 'hugetlb'", "memfd, shm"]),
     row("region.huge_pages=yes", told=["region.huge_pages is 'yes'", "off, try, require"]),
@@ -583,7 +584,7 @@ def shell(tmp_path: Path) -> Shell:
 
 RUN_FILES = [
     *("run/.hydra/config.yaml", "run/.hydra/hydra.yaml", "run/.hydra/overrides.yaml"),
-    *("run/launch.log", "run/report.json"),
+    *("run/launch.log", "run/report.html", "run/report.json"),
 ]
 STARTS = [
     row("region.sizee=1GiB", "foo=1", "region.size=8 gigs", told=["3 problems", "did you mean"]),
