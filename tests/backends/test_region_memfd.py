@@ -146,7 +146,7 @@ def _unsealed_memfd() -> int:
     ("other", "told"),
     [
         (_socket, "found 'pipe:"),
-        (_file, "expected the memory file of region"),
+        (_file, "expected the file of region"),
         (_other_memfd, "inode found"),
         (_unsealed_memfd, "size sealed found False"),
     ],

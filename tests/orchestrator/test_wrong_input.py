@@ -76,7 +76,7 @@ KEYS = [
     row("hydra.sweep.dir=null", told=["hydra.sweep.dir", "must name a directory"]),
     row("hydra.job.chdir=true", told=["hydra.job.chdir is True", "must stay false"]),
     row("hydra/launcher=nope", told=["hydra/launcher/nope", "basic"]),
-    row("~region", told=["region is a group and cannot be deleted", "default, shm"]),
+    row("~region", told=["region is a group and cannot be deleted", "default, node, shm"]),
     row("~region.size", told=["region.size cannot be deleted", "set region.size to another"]),
     row("~foo", told=["foo", UNKNOWN]),
     row("+region.size=1GiB", told=["region.size is in the", "leave out the +: region.size=1GiB"]),
@@ -92,7 +92,7 @@ KEYS = [
     row("model.groups.0.name=x", told=["model.groups[0]"]),
 ]
 OPTIONS = [
-    row("region=shmm", told=["region is 'shmm'", "did you mean 'shm'? (options: default, shm)"]),
+    row("region=shmm", told=["region is 'shmm'", "did you mean 'shm'? (options: default, node, shm)"]),
     row("parallel=tp2", told=["parallel is 'tp2'", "dp2_tp2"]),
     row("regoin=shm", told=["regoin", "did you mean 'region'?"]),
     row("model=nope", told=["model is 'nope'", "options: deepseek_v3", "tiny"]),
@@ -171,7 +171,7 @@ VALUES = [
     row(
         "action=rum", told=["action is 'rum'", "run, plan, doctor, simulate", "did you mean 'run'?"]
     ),
-    row("view=loud", told=["view is 'loud'", "auto, plain, quiet"]),
+    row("view=loud", told=["view is 'loud'", "auto, live, plain, quiet"]),
     row("region.backing=hugetlb", told=["region.backing is 'hugetlb'", "memfd, shm"]),
     row("region.huge_pages=yes", told=["region.huge_pages is 'yes'", "off, try, require"]),
     row("region.numa=3", told=["region.numa is '3'", "auto, off"]),
@@ -293,7 +293,7 @@ ENGINE = [
     row("region.size=100KiB", told=["region.size is '100KiB'", "holds 0 rows of", "MiB or more"]),
     row(
         *("model=gpt_oss_20b", "region.size=8MiB"),
-        told=["region.size is '8MiB'", "at least 2 are needed (one a KV-cache group)"],
+        told=["region.size is '8MiB'", "at least 2 are needed (one a chunk of each KV-cache group)"],
     ),
     row(
         "engine.device_cache_size=64KiB",

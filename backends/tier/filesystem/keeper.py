@@ -215,7 +215,7 @@ class Keeper:
         the files. What is above the high watermark, and when they pause all the rest, is deleted.
 
         Several paths are one cache: what counts is what they hold together, and what goes is the
-        oldest of all. Only a disk that gives less than this path's part is this path's own matter.
+        oldest of all. A path that holds more than its part, or whose disk gives less, is by itself.
         """
         volume, settings = self._volume, self._settings
         spares = volume.space.spares
@@ -228,7 +228,7 @@ class Keeper:
         limit_bytes = volume.limit_bytes(totals)
         disk_is_full = limit_bytes < volume.quota_bytes
         paths = [(volume, self._evictor)]
-        if not disk_is_full:
+        if not disk_is_full and totals.bytes <= volume.quota_bytes:
             paths += [
                 (other, evictor)
                 for other, evictor in self._others
