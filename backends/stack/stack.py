@@ -492,6 +492,10 @@ class TierStack:
         while True:
             self.step()
             if not self.busy:
+                # Nothing of ours is under way, but a tier may have to hear of what others did.
+                for lane in self._lanes:
+                    if lane.open:
+                        lane.tier.drain(0.0)
                 return True
             left_s = until_s - self._now()
             if left_s <= 0:

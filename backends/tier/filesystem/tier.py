@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -187,7 +188,14 @@ class FilesystemTier(Tier):
         }
 
     def drain(self, timeout_s: float) -> bool:
-        return self._jobs.drain(timeout_s)
+        if not self._jobs.drain(timeout_s):
+            return False
+        # What other processes have stored meanwhile belongs to the usage that is asked for next.
+        for lane in self._lanes:
+            if lane.why_not(loads=False) is None:
+                with contextlib.suppress(OSError):
+                    lane.volume.ledger.totals()
+        return True
 
     def settle(self, timeout_s: float) -> bool:
         end_s = time.monotonic() + timeout_s
