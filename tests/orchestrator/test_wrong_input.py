@@ -92,7 +92,10 @@ KEYS = [
     row("model.groups.0.name=x", told=["model.groups[0]"]),
 ]
 OPTIONS = [
-    row("region=shmm", told=["region is 'shmm'", "did you mean 'shm'? (options: default, node, shm)"]),
+    row(
+        "region=shmm",
+        told=["region is 'shmm'", "did you mean 'shm'? (options: default, node, shm)"],
+    ),
     row("parallel=tp2", told=["parallel is 'tp2'", "dp2_tp2"]),
     row("regoin=shm", told=["regoin", "did you mean 'region'?"]),
     row("model=nope", told=["model is 'nope'", "options: deepseek_v3", "tiny"]),
@@ -293,7 +296,10 @@ ENGINE = [
     row("region.size=100KiB", told=["region.size is '100KiB'", "holds 0 rows of", "MiB or more"]),
     row(
         *("model=gpt_oss_20b", "region.size=8MiB"),
-        told=["region.size is '8MiB'", "at least 2 are needed (one a chunk of each KV-cache group)"],
+        told=[
+            "region.size is '8MiB'",
+            "at least 2 are needed (one a chunk of each KV-cache group)",
+        ],
     ),
     row(
         "engine.device_cache_size=64KiB",
