@@ -33,7 +33,7 @@ types: setup     ## mypy, strict
 # A launch waits more than it computes, so files go side by side; what looks at all of the machine,
 # or at how long things take, comes after them and alone.
 unit: setup      ## pytest
-	$(PY) -m pytest -n 3 --dist loadfile -m "not alone"
+	$(PY) -m pytest -n 2 --dist loadfile -m "not alone"
 	$(PY) -m pytest -m alone
 
 format: setup    ## rewrite the code as the linter wants it

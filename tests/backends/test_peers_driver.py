@@ -132,22 +132,24 @@ def test_a_restart_and_damage_are_tried_and_told(tmp_path: Path, script: Path) -
     ways = [way(script, "plain"), way(script, "mortal", fails="dies")]
     plan = Plan({"32KiB": 32 << 10}, 128 << 10, depth=2, rounds=1, rest_s=0)
     part = Part("filesystem", ways, plan, tmp_path, lambda _: Path(sys.executable), lambda _: None)
+    before = psutil.Process().children(recursive=True)
     result = part.try_faults()
     assert result.traits["plain"].restart == "kept"
     assert result.traits["plain"].checksum == "none: 4 of 4 wrong blocks served"
     assert result.traits["mortal"].restart == "not tried"
     assert result.failures == {("mortal", ""): "store: it ended; the last words"}
-    assert not psutil.Process().children(recursive=True)
+    assert psutil.Process().children(recursive=True) == before
 
 
 def test_a_child_that_says_nothing_is_given_up_and_gone(tmp_path: Path) -> None:
     script = tmp_path / "silent.py"
     script.write_text("import time\ntime.sleep(600)\n", encoding="utf-8")
+    before = psutil.Process().children(recursive=True)
     child = Child(Path(sys.executable), script, tmp_path, tmp_path / "log.txt", {})
     with pytest.raises(WayFailed, match=r"open: no answer in 0 s"):
         child.ask("open", timeout_s=0.2)
     child.kill()
-    assert not psutil.Process().children(recursive=True)
+    assert psutil.Process().children(recursive=True) == before
 
 
 def test_credentials_are_passed_on_only_where_they_are_given(
