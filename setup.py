@@ -1,6 +1,7 @@
-"""Builds the compiled copy kernel where there is a C compiler; pyproject.toml has all the rest.
+"""Builds the compiled parts where there is a C compiler; pyproject.toml has all the rest.
 
-The kernel is optional: without it the package installs and works, and copies report `numpy`.
+They are optional: without them the package installs and works, copies report `numpy`, numpy fills
+the headers of rows, and keys are found in a dict.
 """
 
 from setuptools import Extension, setup
@@ -13,6 +14,30 @@ setup(
             extra_compile_args=["-O3", "-pthread"],
             extra_link_args=["-pthread"],
             optional=True,
-        )
+        ),
+        Extension(
+            "backends.tier.filesystem._files",
+            sources=["backends/tier/filesystem/_files.c"],
+            extra_compile_args=["-O3"],
+            optional=True,
+        ),
+        Extension(
+            "backends._headers",
+            sources=["backends/_headers.c"],
+            extra_compile_args=["-O3"],
+            optional=True,
+        ),
+        Extension(
+            "backends.policy._sketch",
+            sources=["backends/policy/_sketch.c"],
+            extra_compile_args=["-O3"],
+            optional=True,
+        ),
+        Extension(
+            "backends.table._table",
+            sources=["backends/table/_table.c"],
+            extra_compile_args=["-O3"],
+            optional=True,
+        ),
     ]
 )

@@ -55,6 +55,7 @@ class FsTierConf:
     placement: str = "shared"
     affinity: dict[int, str] = field(default_factory=dict)  # data_parallel_rank_local: path
     direct: str = "auto"
+    bounce: str = "auto"
     verify: bool = True
     quarantine_limit_bytes: str = "256MiB"
     free_reserve_bytes: str = "128MiB"

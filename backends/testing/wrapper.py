@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from backends.block import EMPTY, BlockKey, set_state
-from backends.tier.base import Job, JobResult, Lookup, Outcome, Tier, TierContext, Usage
+from backends.tier.base import Evicted, Job, JobResult, Lookup, Outcome, Tier, TierContext, Usage
 
 
 class TierWrapper(Tier):
@@ -28,6 +28,9 @@ class TierWrapper(Tier):
 
     def poll(self) -> Sequence[JobResult]:
         return self.inner.poll()
+
+    def evicted(self) -> Evicted:
+        return self.inner.evicted()
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         self.inner.touch(keys)

@@ -28,7 +28,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -116,6 +116,17 @@ class Usage:
     oldest_s: float | None
 
 
+class Evicted(NamedTuple):
+    """Blocks that a tier let go to keep its quota. `more`: others as well, so many that it does not
+    know any more which."""
+
+    keys: Sequence[BlockKey]
+    more: bool
+
+
+NONE_EVICTED: Final = Evicted((), False)
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a tier is, for those who choose how to use it and for its tests.
@@ -193,6 +204,14 @@ class Tier(ABC):
 
         A row is the caller's again when its job's result is given: the tier touches it no more.
         """
+
+    def evicted(self) -> Evicted:
+        """What this process has driven out here since the last call, whoever stored it.
+
+        Of those who share a tier, who evicts a block tells of it, and nobody else: so it is told
+        once. A key may have been stored again since. A tier that does not know tells of none.
+        """
+        return NONE_EVICTED
 
     def touch(self, keys: Sequence[BlockKey]) -> None:  # noqa: B027 - most tiers keep no order
         """These keys were used, though not loaded from here, and are to be kept longest, the first

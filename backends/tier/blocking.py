@@ -21,6 +21,7 @@ from backends.errors import TierError
 from backends.tier.base import (
     COUNTERS,
     Bytes,
+    Evicted,
     Job,
     JobResult,
     Lookup,
@@ -29,6 +30,7 @@ from backends.tier.base import (
     TierContext,
     Usage,
 )
+from backends.tier.gone import Gone
 
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 _ABSENT_MAX: Final = 1 << 16
@@ -86,6 +88,7 @@ class BlockingTier(Tier):
         self._probing: set[BlockKey] = set()
         self._storing: dict[BlockKey, int] = {}
         self._counters = dict.fromkeys(COUNTERS, 0)
+        self._gone = Gone()
         self._closed = False
         # One key, one thread: a store finds what the store of the same key before it has written.
         self._busy: set[BlockKey] = set()
@@ -124,6 +127,8 @@ class BlockingTier(Tier):
         with self._lock:
             self._present.discard(key)
             self._counters["evicted"] += evicted
+        if evicted:
+            self._gone.add((key,))
 
     def lookup(self, keys: Sequence[BlockKey]) -> Sequence[Lookup]:
         now_s = time.monotonic()
@@ -143,6 +148,9 @@ class BlockingTier(Tier):
             results = tuple(self._results)
             self._results.clear()
         return results
+
+    def evicted(self) -> Evicted:
+        return self._gone.take()
 
     def usage(self) -> Usage:
         """Counts what this process has stored or seen. A subclass that knows more says more."""

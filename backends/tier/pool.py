@@ -25,12 +25,15 @@ class Pool:
         self,
         name: str,
         threads: int,
-        run: Callable[[Task], None],
+        run: Callable[[list[Task]], None],
         store_threads: int | None = None,
+        store_batch: int = 1,
     ) -> None:
-        """`store_threads` None: `store_threads_of(threads)`."""
+        """`store_threads` None: `store_threads_of(threads)`. A thread is given one load, or up to
+        `store_batch` stores where more of them wait than there are threads."""
         self.store_threads = store_threads or store_threads_of(threads)
         self._run = run
+        self._store_batch = store_batch
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._loads: deque[Task] = deque()
@@ -75,32 +78,35 @@ class Pool:
     def _serve(self, number: int) -> None:
         while True:
             with self._lock:
-                task, storing = self._next()
-                if task is None:
+                tasks, storing = self._next()
+                if not tasks:
                     return
                 self._storing += storing
                 self._since_s[number] = time.monotonic()
             try:
-                self._run(task)
+                self._run(tasks)
             finally:
                 with self._lock:
                     del self._since_s[number]
                     self._storing -= storing
                 # A queue's row must not stay alive in a thread that waits for the next.
-                task = None
+                tasks = []
 
-    def _next(self) -> tuple[Task | None, int]:
+    def _next(self) -> tuple[list[Task], int]:
+        """Loads or stores, and how many threads of those that may store that takes."""
         while True:
             if self._loads:
-                task = self._loads.popleft()
+                tasks = [self._loads.popleft()]
                 self._wake_one(self._storing)
-                return task, 0
+                return tasks, 0
             if self._stores and self._storing < self.store_threads:
-                task = self._stores.popleft()
+                share = len(self._stores) // self.store_threads
+                count = max(1, min(self._store_batch, share))
+                tasks = [self._stores.popleft() for _ in range(count)]
                 self._wake_one(self._storing + 1)
-                return task, 1
+                return tasks, 1
             if self._stopped:
-                return None, 0
+                return [], 0
             self._idle += 1
             self._work.wait()
             self._idle -= 1

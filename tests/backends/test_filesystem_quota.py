@@ -29,7 +29,7 @@ from filesystem_kit import (
 
 from backends.block import HEADER_BYTES
 from backends.testing import FINGERPRINT, make_keys, stored_block
-from backends.tier.base import Lookup, Outcome
+from backends.tier.base import NONE_EVICTED, Lookup, Outcome
 from backends.tier.filesystem import naming
 from backends.tier.filesystem.volume import Volume
 
@@ -66,6 +66,32 @@ def test_of_a_batch_that_is_too_large_the_front_is_kept(disk: Path) -> None:
         outcomes = bench.store(keys)
         assert outcomes == [DONE] * 8 + [SHED] * 12
         assert bench.load(keys[:8]) == [DONE] * 8
+
+
+def test_who_evicts_tells_of_it_whoever_had_stored_the_block(disk: Path) -> None:
+    old, new = make_keys("told old", 8), make_keys("told new", 4)
+    with Bench(make_settings(disk, capacity=blocks(8))) as first:
+        for key in old:
+            assert first.store([key]) == [DONE]
+        with Bench(make_settings(disk, capacity=blocks(8))) as second:
+            assert second.fs.settle(10.0)
+            for key in new:
+                assert second.store([key]) == [DONE]
+            told = second.fs.evicted()
+            assert set(told.keys) == set(old[: len(told.keys)])
+            assert len(told.keys) == second.count("evicted") >= 4
+        assert first.fs.evicted() == NONE_EVICTED
+
+
+def test_blocks_of_others_that_have_other_keys_are_not_told(disk: Path) -> None:
+    with Bench(make_settings(disk, capacity=blocks(8)), fingerprint=OTHER) as other:
+        for key in make_keys("theirs", 8):
+            assert other.store([key]) == [DONE]
+    with Bench(make_settings(disk, capacity=blocks(8))) as bench:
+        assert bench.fs.settle(10.0)
+        assert bench.store(make_keys("ours", 4)) == [DONE] * 4
+        assert bench.count("evicted") >= 4
+        assert bench.fs.evicted() == NONE_EVICTED
 
 
 def test_above_the_high_watermark_it_evicts_to_the_low_one_in_the_background(disk: Path) -> None:

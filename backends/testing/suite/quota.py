@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
+from backends.block import BlockKey
 from backends.errors import KvquayError
 from backends.testing.harness import TierHarness
 from backends.testing.rows import make_keys
 from backends.testing.suite.base import OpenBench, SuiteBase, needs
-from backends.tier.base import Lookup, Outcome
+from backends.tier.base import NONE_EVICTED, Lookup, Outcome
 
 DONE, SHED = Outcome.DONE, Outcome.SHED
 
@@ -88,6 +89,30 @@ class QuotaTests(SuiteBase):
             hits = [answer is Lookup.HIT for answer in bench.lookup(chain)]
             gone_from = hits.index(False) if False in hits else len(hits)
             assert not any(hits[gone_from:]), f"of a chain, first to last, {hits} are left"
+
+    @needs("quota")
+    def test_what_is_driven_out_is_told_once_and_is_gone(self, open_bench: OpenBench) -> None:
+        """By a tier that tells of it at all."""
+        bench = open_bench(capacity_bytes=self.capacity_bytes)
+        keys = make_keys("told", 4 * self.capacity_blocks)
+        told: list[BlockKey] = []
+        stored: list[BlockKey] = []
+        for key in keys:
+            if bench.store([key]) == [DONE]:
+                stored.append(key)
+            evicted = bench.tier.evicted()
+            told += evicted.keys
+            assert not evicted.more
+            assert set(told) <= set(stored)
+
+        def all_told() -> bool:
+            told.extend(bench.tier.evicted().keys)
+            return not told or len(told) == bench.tier.counters()["evicted"]
+
+        bench.until(all_told, "not everything that was evicted was told")
+        assert len(set(told)) == len(told)
+        assert not any(bench.is_hit(key) for key in told)
+        assert bench.tier.evicted() == NONE_EVICTED
 
     @needs("quota", "persistent")
     def test_what_was_there_before_counts(

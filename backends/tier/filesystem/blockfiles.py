@@ -5,28 +5,31 @@ Blocking code for I/O threads. Methods raise OSError.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import stat
+import time
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from backends import block
 from backends.block import BlockKey
+from backends.tier.base import Bytes
 from backends.tier.filesystem import naming
+from backends.tier.filesystem.bounce import Bounce
 from backends.tier.filesystem.form import BlockFormat
-from backends.tier.filesystem.io import ALIGNMENT_BYTES, Bytes
+from backends.tier.filesystem.io import FileRead, FileWrite
 from backends.tier.filesystem.leaves import Leaves
 from backends.tier.filesystem.ledger import Ledger
 from backends.tier.filesystem.place import Place
 from backends.tier.filesystem.probe import Direct
-from backends.tier.filesystem.quarantine import Quarantine
-from backends.tier.filesystem.room import Room, Space
-from backends.tier.filesystem.transfer import Scratch, read_row, write_row
+from backends.tier.filesystem.quarantine import Quarantine, Seen
+from backends.tier.filesystem.room import Space
+from backends.tier.filesystem.transfer import ALIGNMENT_BYTES, Scratch, read_row
 
 # What open gives for a name that is no regular file: a link, a directory, a socket, a device.
 _NO_FILE: Final = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)
+_Opened = TypeVar("_Opened")
 
 
 class BlockWrong(Exception):
@@ -45,6 +48,13 @@ class Unpublished(NamedTuple):
     temporary: str
 
 
+class Draft(NamedTuple):
+    """A block's file before it is written."""
+
+    file: Unpublished
+    content: FileWrite
+
+
 class BlockFiles:
     """The blocks of one namespace on one path. `direct` may change when a path is opened anew."""
 
@@ -56,6 +66,7 @@ class BlockFiles:
         form: BlockFormat,
         leaves: Leaves,
         space: Space,
+        bounce: Bounce,
     ) -> None:
         self._place = place
         self._io = place.io
@@ -66,6 +77,7 @@ class BlockFiles:
         self._rows = Scratch(form.row_bytes)
         self._leaves = leaves
         self._space = space
+        self._bounce = bounce
         self._may_skip_atime = True
         self.direct = Direct(False, "not opened yet")
 
@@ -77,7 +89,7 @@ class BlockFiles:
         about without writing is found by the checksum when the block is loaded.
         """
         try:
-            fd = self._open_to_read(self._place.root, self._path(key, block_id))
+            fd = self._open_to_read(self._path(key, block_id))
         except FileNotFoundError:
             return False
         except OSError as error:
@@ -94,28 +106,51 @@ class BlockFiles:
         self.put_away(key, block_id, found)
         return False
 
-    def write(
-        self,
-        key: BlockKey,
-        block_id: int,
-        row: Bytes,
-        used_ns: int,
-        make_room: Callable[[int], Room],
-    ) -> Unpublished:
-        """Write a row whose header is COMPLETE to a file that nobody sees, and seal it.
+    def draft(
+        self, key: BlockKey, block_id: int, row: Bytes, used_ns: int, spare: str | None
+    ) -> Draft:
+        """Seal a row whose header is COMPLETE, for a file that nobody sees.
 
-        `make_room(n)` tries to evict n bytes. Raises NoRoom, NotCounted, and what `make_room` does.
+        `spare` is what was obtained: the name of a spare file, or None for a new one.
         """
-        spare = self._space.obtain(make_room)
         name = spare or self._place.new_name()
         try:
             created_ns = _file_time_ns(block.read_header(row))
             block.seal(row, row.size - block.HEADER_BYTES)
-            self._write_file(name, spare is None, row, used_ns, created_ns)
         except BaseException:
             self._space.discard(name)
             raise
-        return Unpublished(key, block_id, name)
+        flags = os.O_WRONLY | (os.O_DIRECT if self.direct.on else 0)
+        flags |= 0 if spare else os.O_CREAT | os.O_EXCL
+        return Draft(
+            Unpublished(key, block_id, name), FileWrite(name, flags, row, used_ns, created_ns)
+        )
+
+    def write(self, drafts: Sequence[Draft]) -> list[OSError | None]:
+        """Write files, and flush them as they have to be; what went wrong with each.
+
+        What could not be written is deleted.
+        """
+        contents = [draft.content for draft in drafts]
+        way, nbytes = self._bounce.stores, 0
+        buffer = self._bounce.take(way) if self.direct.on else None
+        began_s = time.perf_counter()
+        try:
+            results = self._io.write_files(
+                self._place.temporary, contents, self._form.durability, buffer
+            )
+            if not any(results):
+                nbytes = len(drafts) * self._form.row_bytes
+        except BaseException:
+            for draft in drafts:
+                self._space.discard(draft.file.temporary)
+            raise
+        finally:
+            self._bounce.give_back(buffer, way, nbytes, time.perf_counter() - began_s)
+        for draft, wrong in zip(drafts, results, strict=True):
+            if wrong is not None:
+                self._space.discard(draft.file.temporary)
+        return results
 
     def publish(self, batch: Sequence[Unpublished]) -> list[OSError | None]:
         """Give files their names, each if nobody has it: what went wrong, None where nothing did.
@@ -127,14 +162,12 @@ class BlockFiles:
         counted = True
         try:
             with self._ledger.counting() as counts:
+                results = self._give_names(batch)
                 for i, file in enumerate(batch):
-                    try:
-                        self._give_name(file)
+                    if results[i] is None:
                         named[i] = True
                         counts.add(naming.shard_of(file.block_id), self._form.row_bytes, 1)
                         counts.released_bytes += self._form.row_bytes
-                    except OSError as error:
-                        results[i] = error
         except OSError as error:
             counted = False
             for i, ok in enumerate(named):
@@ -161,22 +194,21 @@ class BlockFiles:
         Shows others that it was used at `used_ns`, if what they were shown last is older than
         `touch_before_ns`. Gives the time that others see now.
         """
-        found: os.stat_result | None = None
+        path = self._path(key, block_id)
+        found: FileRead | None = None
         try:
-            fd = self._open_to_read(self._place.root, self._path(key, block_id))
+            found = self._read(path, row, used_ns, touch_before_ns)
         except OSError as error:
             if error.errno not in _NO_FILE:
                 raise
             wrong = "is not a file"
         else:
-            try:
-                found = self._io.fstat(fd)
-                problem = self._read(fd, found, key, block_id, row)
-                if problem is None:
-                    return self._show_use(fd, found, used_ns, touch_before_ns)
-                wrong = problem
-            finally:
-                self._io.close(fd)
+            if found.error is not None:
+                raise found.error
+            problem = self._wrong_read(found, key, block_id, row)
+            if problem is None:
+                return found.st_atime_ns
+            wrong = problem
         try:
             moved = self.put_away(key, block_id, found)
         except OSError:
@@ -200,7 +232,7 @@ class BlockFiles:
         finally:
             self._io.close(fd)
 
-    def put_away(self, key: BlockKey, block_id: int, seen: os.stat_result | None = None) -> bool:
+    def put_away(self, key: BlockKey, block_id: int, seen: Seen | None = None) -> bool:
         """Quarantine what has this key's name, if it is still what was `seen`."""
         leaf, shard = self._form.namespace.leaf(block_id), naming.shard_of(block_id)
         name, row_bytes = naming.block_name(key), self._form.row_bytes
@@ -211,19 +243,31 @@ class BlockFiles:
     def _path(self, key: BlockKey, block_id: int) -> str:
         return f"{self._form.namespace.leaf(block_id)}/{naming.block_name(key)}"
 
-    def _read(
-        self, fd: int, found: os.stat_result, key: BlockKey, block_id: int, row: Bytes
-    ) -> str | None:
-        """Fill a row; why what was read is not the block."""
-        wrong = self._wrong_file(found)
-        if wrong is None:
-            wrong = self._wrong_bytes(row[: read_row(self._io, fd, row)], key)
+    def _read(self, path: str, row: Bytes, used_ns: int, touch_before_ns: int) -> FileRead:
+        root, way, nbytes = self._place.root, self._bounce.loads, 0
+        buffer = self._bounce.take(way) if self.direct.on else None
+        began_s = time.perf_counter()
+        try:
+            found = self._opened(
+                path,
+                lambda flags: self._io.read_file(
+                    root, path, flags, row, used_ns, touch_before_ns, buffer
+                ),
+            )
+            nbytes = found.got
+            return found
+        finally:
+            self._bounce.give_back(buffer, way, nbytes, time.perf_counter() - began_s)
+
+    def _wrong_read(self, found: FileRead, key: BlockKey, block_id: int, row: Bytes) -> str | None:
+        """Why what was read into a row is not the block."""
+        wrong = self._wrong_file(found) or self._wrong_bytes(row[: found.got], key)
         if wrong is None and not self._form.verify:
             # Without a checksum, only this tells that it was not written over meanwhile.
             wrong = self._wrong_name(key, block_id, found)
         return wrong
 
-    def _wrong_name(self, key: BlockKey, block_id: int, seen: os.stat_result) -> str | None:
+    def _wrong_name(self, key: BlockKey, block_id: int, seen: FileRead) -> str | None:
         """Whether a file that was read has lost its name meanwhile."""
         flags = os.O_PATH | os.O_NOFOLLOW
         fd = self._io.open(self._place.root, self._path(key, block_id), flags)
@@ -235,28 +279,49 @@ class BlockFiles:
             return None
         return "has lost its name while it was read"
 
-    def _show_use(self, fd: int, found: os.stat_result, used_ns: int, touch_before_ns: int) -> int:
-        if found.st_atime_ns < touch_before_ns:
-            # A read-only disk is no reason to miss.
-            with contextlib.suppress(OSError):
-                self._io.utime(fd, used_ns, found.st_mtime_ns)
-                return used_ns
-        return found.st_atime_ns
-
-    def _give_name(self, file: Unpublished) -> None:
-        shard, name = naming.shard_of(file.block_id), naming.block_name(file.key)
-        for removed in (False, True):
-            if removed:
-                self._leaves.renew(shard)
-            leaf = self._leaves.take(shard)
+    def _give_names(self, batch: Sequence[Unpublished]) -> list[OSError | None]:
+        """Rename each into its directory; what went wrong with it."""
+        shards = [naming.shard_of(file.block_id) for file in batch]
+        leaves: list[tuple[int, int]] = []
+        try:
             try:
-                self._io.publish(self._place.temporary, file.temporary, leaf, name)
-                return
-            except FileNotFoundError:
-                if removed:
-                    raise
-            finally:
+                for shard in shards:
+                    leaves.append((shard, self._leaves.take(shard)))
+            except OSError:
+                # One directory's trouble is that of its own files.
+                return [self._give_name(file) for file in batch]
+            names = [
+                (file.temporary, leaf, naming.block_name(file.key))
+                for file, (_, leaf) in zip(batch, leaves, strict=True)
+            ]
+            results = self._io.publish_all(self._place.temporary, names)
+        finally:
+            for shard, leaf in leaves:
                 self._leaves.give_back(shard, leaf)
+        return [
+            self._give_name(file) if isinstance(result, FileNotFoundError) else result
+            for file, result in zip(batch, results, strict=True)
+        ]
+
+    def _give_name(self, file: Unpublished) -> OSError | None:
+        """As `_give_names`, and makes the directory anew where it has gone."""
+        shard, name = naming.shard_of(file.block_id), naming.block_name(file.key)
+        try:
+            for removed in (False, True):
+                if removed:
+                    self._leaves.renew(shard)
+                leaf = self._leaves.take(shard)
+                try:
+                    self._io.publish(self._place.temporary, file.temporary, leaf, name)
+                    return None
+                except FileNotFoundError:
+                    if removed:
+                        raise
+                finally:
+                    self._leaves.give_back(shard, leaf)
+        except OSError as error:
+            return error
+        return None
 
     def _flush_names(self, batch: Sequence[Unpublished], results: list[OSError | None]) -> None:
         for shard in {naming.shard_of(file.block_id) for file in batch}:
@@ -283,36 +348,25 @@ class BlockFiles:
                 return False
             raise
 
-    def _write_file(self, name: str, new: bool, row: Bytes, used_ns: int, created_ns: int) -> None:
-        """Write a row to a spare or a new file, and flush it as it has to be."""
-        flags = os.O_WRONLY | (os.O_DIRECT if self.direct.on else 0)
-        flags |= os.O_CREAT | os.O_EXCL if new else 0
-        fd = self._io.open(self._place.temporary, name, flags)
-        try:
-            write_row(self._io, fd, row)
-            self._io.utime(fd, used_ns, created_ns)
-            if self._form.durability == "data":
-                self._io.fdatasync(fd)
-            elif self._form.durability == "full":
-                self._io.fsync(fd)
-        finally:
-            self._io.finish(fd)
+    def _open_to_read(self, path: str) -> int:
+        return self._opened(path, lambda flags: self._io.open(self._place.root, path, flags))
 
-    def _open_to_read(self, directory: int, name: str) -> int:
+    def _opened(self, path: str, opens: Callable[[int], _Opened]) -> _Opened:
+        """What `opens` gives, which is called with the flags to read a block's file."""
         # O_NONBLOCK: whoever opens a FIFO that was put in a block's place must not wait.
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW
         flags |= os.O_DIRECT if self.direct.on else 0
         if self._may_skip_atime:
             # The atime says what this tier says of its use, and not when the kernel saw it read.
             try:
-                return self._io.open(directory, name, flags | os.O_NOATIME)
+                return opens(flags | os.O_NOATIME)
             except PermissionError:
                 self._may_skip_atime = False  # A file of another user.
             except OSError as error:
                 if error.errno == errno.EINVAL and self.direct.on:
-                    self._refuse_what_is_no_file(directory, name)
+                    self._refuse_what_is_no_file(self._place.root, path)
                 raise
-        return self._io.open(directory, name, flags)
+        return opens(flags)
 
     def _refuse_what_is_no_file(self, directory: int, name: str) -> None:
         """A directory cannot be opened with O_DIRECT, and the error does not say that it is one."""
@@ -323,7 +377,7 @@ class BlockFiles:
         finally:
             self._io.close(fd)
 
-    def _wrong_file(self, found: os.stat_result) -> str | None:
+    def _wrong_file(self, found: FileRead | os.stat_result) -> str | None:
         if not stat.S_ISREG(found.st_mode):
             return "is not a regular file"
         if found.st_size != self._form.row_bytes:

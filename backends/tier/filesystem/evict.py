@@ -12,6 +12,7 @@ from backends.tier.filesystem import naming
 from backends.tier.filesystem.removal import Victim
 from backends.tier.filesystem.room import Room
 from backends.tier.filesystem.volume import Volume
+from backends.tier.gone import Gone
 from backends.tier.index import Candidate, Index
 from backends.tier.spaces import Namespaces
 
@@ -40,6 +41,7 @@ class Evictor:
         namespaces: Namespaces,
         is_loading: Callable[[int], bool],
         counters: Counters,
+        gone: Gone,
         row_bytes: int,
     ) -> None:
         self._volume = volume
@@ -47,6 +49,7 @@ class Evictor:
         self._namespaces = namespaces
         self._is_loading = is_loading
         self._counters = counters
+        self._gone = gone
         self._row_bytes = row_bytes
         self._candidates: list[Candidate] = []
 
@@ -151,6 +154,8 @@ class Evictor:
             never_read = index.is_unread(block_id)
             index.evicted(candidate)
             if removal.freed_bytes:
+                if not candidate.namespace:  # another one's keys mean nothing to who asks
+                    self._gone.add((candidate.key,))
                 self._counters.add_all(
                     {
                         "evicted": 1,

@@ -6,25 +6,25 @@ that nothing planted in the tree leads out of it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import os
+import stat
 import struct
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-import numpy as np
-import numpy.typing as npt
+from backends.tier.base import Bytes
+from backends.tier.filesystem.transfer import read_row, write_row
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-Bytes = npt.NDArray[np.uint8]
-
 DIRECTORY: Final = os.O_PATH | os.O_DIRECTORY
 FILE_MODE: Final = 0o600
 DIRECTORY_MODE: Final = 0o700
-ALIGNMENT_BYTES: Final = 4096
 
 
 class Entry(NamedTuple):
@@ -34,8 +34,42 @@ class Entry(NamedTuple):
     is_directory: bool
 
 
+class FileStat(NamedTuple):
+    """Of what a name leads to, itself and not where it points. Named as in os.stat_result."""
+
+    st_mode: int
+    st_size: int
+    st_nlink: int
+    st_atime_ns: int
+
+
+class FileWrite(NamedTuple):
+    """All of `data`, uint8 [n], for a file that is opened with `flags`, and its times."""
+
+    name: str
+    flags: int
+    data: Bytes
+    atime_ns: int
+    mtime_ns: int
+
+
+class FileRead(NamedTuple):
+    """A file that could be opened: what it is, and how much was read of it before `error`."""
+
+    st_mode: int
+    st_size: int
+    st_dev: int
+    st_ino: int
+    st_atime_ns: int
+    got: int
+    error: OSError | None
+
+
 class Io(Protocol):
-    """What the tier needs of a filesystem. All but `close` raise OSError."""
+    """What the tier needs of a filesystem. All but `close` raise OSError.
+
+    Those of whole files come last. They are made of the others, and may be made faster.
+    """
 
     def open_root(self, path: str) -> int:
         """An O_PATH descriptor of a directory; links in `path` itself are followed."""
@@ -70,6 +104,46 @@ class Io(Protocol):
     def scandir(self, directory: int, name: str) -> list[Entry]: ...
     def lock(self, fd: int, offset: int, *, exclusive: bool) -> bool:
         """Lock (or release) one byte of an open file description; False if another has it."""
+
+    def write_files(
+        self,
+        directory: int,
+        files: Sequence[FileWrite],
+        durability: str,
+        bounce: Bytes | None = None,
+    ) -> list[OSError | None]:
+        """Open, write, date, flush and close each; what went wrong with it.
+
+        The bytes may go through `bounce`, uint8 of whole pages.
+        """
+
+    def read_file(
+        self,
+        directory: int,
+        path: str,
+        flags: int,
+        into: Bytes,
+        used_ns: int,
+        before_ns: int,
+        bounce: Bytes | None = None,
+    ) -> FileRead:
+        """Fill `into` (uint8 [n]) from a file of just that size; from another nothing is read.
+
+        A whole one that was last used before `before_ns` was used at `used_ns` from now on. OSError
+        if it cannot be opened; what fails later is in the answer. The bytes may go through
+        `bounce`.
+        """
+
+    def publish_all(
+        self, source: int, names: Sequence[tuple[str, int, str]]
+    ) -> list[OSError | None]:
+        """`publish` each (name, target, new_name); what went wrong with it."""
+
+    def replace_all(self, names: Sequence[tuple[int, str, int, str]]) -> list[OSError | None]:
+        """`replace` each (source, name, target, new_name); what went wrong with it."""
+
+    def stat_all(self, names: Sequence[tuple[int, str]]) -> list[FileStat | OSError]:
+        """`stat` each (directory, name), or what went wrong."""
 
 
 class OsIo:
@@ -194,6 +268,78 @@ class OsIo:
             raise
         return True
 
+    def write_files(
+        self,
+        directory: int,
+        files: Sequence[FileWrite],
+        durability: str,
+        bounce: Bytes | None = None,
+    ) -> list[OSError | None]:
+        return [_error(self._write_file, directory, file, durability) for file in files]
+
+    def _write_file(self, directory: int, file: FileWrite, durability: str) -> None:
+        fd = self.open(directory, file.name, file.flags)
+        try:
+            write_row(self, fd, file.data)
+            self.utime(fd, file.atime_ns, file.mtime_ns)
+            if durability == "data":
+                self.fdatasync(fd)
+            elif durability == "full":
+                self.fsync(fd)
+        finally:
+            self.finish(fd)
+
+    def read_file(
+        self,
+        directory: int,
+        path: str,
+        flags: int,
+        into: Bytes,
+        used_ns: int,
+        before_ns: int,
+        bounce: Bytes | None = None,
+    ) -> FileRead:
+        fd = self.open(directory, path, flags)
+        try:
+            try:
+                found = self.fstat(fd)
+            except OSError as error:
+                return FileRead(0, 0, 0, 0, 0, 0, error)
+            got, atime_ns, failed = 0, found.st_atime_ns, None
+            if stat.S_ISREG(found.st_mode) and found.st_size == into.size:
+                try:
+                    got = read_row(self, fd, into)
+                except OSError as error:
+                    failed = error
+            if got == into.size and atime_ns < before_ns:
+                # A read-only disk is no reason to miss.
+                with contextlib.suppress(OSError):
+                    self.utime(fd, used_ns, found.st_mtime_ns)
+                    atime_ns = used_ns
+        finally:
+            self.close(fd)
+        size, device, inode = found.st_size, found.st_dev, found.st_ino
+        return FileRead(found.st_mode, size, device, inode, atime_ns, got, failed)
+
+    def publish_all(
+        self, source: int, names: Sequence[tuple[str, int, str]]
+    ) -> list[OSError | None]:
+        return [_error(self.publish, source, *name) for name in names]
+
+    def replace_all(self, names: Sequence[tuple[int, str, int, str]]) -> list[OSError | None]:
+        return [_error(self.replace, *name) for name in names]
+
+    def stat_all(self, names: Sequence[tuple[int, str]]) -> list[FileStat | OSError]:
+        found: list[FileStat | OSError] = []
+        for directory, name in names:
+            try:
+                one = self.stat(directory, name)
+            except OSError as error:
+                found.append(error)
+            else:
+                found.append(FileStat(one.st_mode, one.st_size, one.st_nlink, one.st_atime_ns))
+        return found
+
     def _openat2(self, directory: int, name: str, flags: int) -> int:
         creating = flags & os.O_CREAT
         how = _OPEN_HOW.pack(flags | os.O_CLOEXEC, FILE_MODE if creating else 0, _RESOLVE)
@@ -221,6 +367,14 @@ class OsIo:
         finally:
             os.close(fd)
         return True
+
+
+def _error(call: Callable[..., None], *arguments: object) -> OSError | None:
+    try:
+        call(*arguments)
+    except OSError as error:
+        return error
+    return None
 
 
 def words(error: OSError) -> str:

@@ -71,9 +71,9 @@ class Ledger:
         self._state = threading.Lock()
         self._opening = threading.Lock()
         self._slot = -1
+        # Of files that nobody sees: spare ones, and those that are being written.
         self._in_use_bytes = 0
         self._lease_bytes = 0
-        self._spare_bytes = 0
         self._leased_lately = False
         self._claims = np.zeros(CLAIMS_MAX, dtype="<u8")
         self._claim_places: dict[int, int] = {}
@@ -191,7 +191,8 @@ class Ledger:
                 with contextlib.suppress(OSError):
                     self._write_slot()
 
-    # Spare files: on the disk, and nobody's block. They count until they are written over or gone.
+    # Spare files: on the disk, and nobody's block. Written over they are the reservation of what
+    # is written.
 
     def add_spares(self, nbytes: int) -> None:
         """Count files as spares, before their shards cease to. Raises OSError.
@@ -200,18 +201,12 @@ class Ledger:
         from its shard to its writer meanwhile.
         """
         with self.file.held(TABLE_LOCK), self._state:
-            self._spare_bytes += nbytes
+            self._in_use_bytes += nbytes
             try:
                 self._write_slot()
             except OSError:
-                self._spare_bytes -= nbytes
+                self._in_use_bytes -= nbytes
                 raise
-
-    def use_spare(self, nbytes: int) -> None:
-        """A spare is being written over: it is a reservation now."""
-        with self._state:
-            self._spare_bytes -= nbytes
-            self._in_use_bytes += nbytes
 
     def others_reserve(self) -> bool:
         """Whether other writers had anything reserved when it was last summed up."""
@@ -220,12 +215,12 @@ class Ledger:
     def drop_spares(self, nbytes: int) -> None:
         """Spares are gone, or never came about."""
         with self._state:
-            self._spare_bytes -= nbytes
+            self._in_use_bytes -= nbytes
             with contextlib.suppress(OSError):
                 self._write_slot()
 
     def _own_bytes(self) -> int:
-        return self._in_use_bytes + self._lease_bytes + self._spare_bytes
+        return self._in_use_bytes + self._lease_bytes
 
     def _take_from_lease(self, nbytes: int) -> bool:
         with self._state:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from backends.tier.filesystem.io import ALIGNMENT_BYTES, Io
-from backends.tier.filesystem.transfer import Scratch, read_row, write_row
+from backends.tier.filesystem.io import Io
+from backends.tier.filesystem.transfer import ALIGNMENT_BYTES, Scratch, read_row, write_row
 
 _NAME = "probe"
 

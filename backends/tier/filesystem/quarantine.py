@@ -6,12 +6,22 @@ import contextlib
 import os
 import stat
 import time
+from typing import Protocol
 
 from backends.tier.filesystem.counting import Counting
 from backends.tier.filesystem.ledger import Ledger
 from backends.tier.filesystem.ledgerfile import QUARANTINE_SHARD
 from backends.tier.filesystem.naming import QUARANTINE
 from backends.tier.filesystem.place import Place
+
+
+class Seen(Protocol):
+    """What tells a file from another one of its name."""
+
+    @property
+    def st_dev(self) -> int: ...
+    @property
+    def st_ino(self) -> int: ...
 
 
 class Quarantine:
@@ -26,9 +36,7 @@ class Quarantine:
         self._limit_bytes = limit_bytes
         self.moved = 0
 
-    def put(
-        self, leaf: str, name: str, shard: int, counted_bytes: int, seen: os.stat_result | None
-    ) -> bool:
+    def put(self, leaf: str, name: str, shard: int, counted_bytes: int, seen: Seen | None) -> bool:
         """Move a file here, if it is still the one that was `seen`; whether it was moved.
 
         `counted_bytes` is what its shard counts for a block.

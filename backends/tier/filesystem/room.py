@@ -27,6 +27,10 @@ class NoRoom(Exception):
     """A block does not fit, and nothing could be evicted for it."""
 
 
+class NotAtOnce(Exception):
+    """Something has to go before a block fits."""
+
+
 class NotCounted(Exception):
     """What is on the path has to be counted before anything can be stored there."""
 
@@ -57,7 +61,9 @@ class Space:
         self._limit_bytes = limit_bytes
         self._owed = 0
         self._undeleted: deque[str] = deque()
+        self._full = False
         self._full_until_s = 0.0
+        self._asking = threading.Lock()
         self._making_room = threading.Lock()
         self.spares = spares
 
@@ -66,25 +72,21 @@ class Space:
 
         `make_room(n)` tries to evict n bytes. Raises NoRoom, NotCounted, and what `make_room` does.
         """
-        if (spare := self._take_spare()) is not None:
-            return spare
+        try:
+            return self.obtain_at_once()
+        except NotAtOnce:
+            pass
         nbytes, now_s = self._row_bytes, time.monotonic()
-        # Where there was no room a moment ago there is no use in asking.
-        if now_s >= self._full_until_s and self._ledger.reserve(nbytes, self._limit_bytes) <= 0:
-            return None
         tries = 0
         while True:
             # One thread makes room for all that wait here.
             with self._making_room:
-                if (spare := self._take_spare()) is not None:
+                if (spare := self.spares.take()) is not None:
                     return spare
                 room = make_room(nbytes)
-                if self.spares.most:
-                    until_s = time.monotonic() + _FULL_S
-                    self._full_until_s = until_s if room is Room.MADE else 0.0
-                if (spare := self._take_spare()) is not None:
+                if (spare := self.spares.take()) is not None:
                     return spare
-            if self._ledger.reserve(nbytes, self._limit_bytes) <= 0:
+            if self._reserve():
                 return None
             if room is Room.NONE:
                 # What another process has just published counts twice for a moment.
@@ -102,16 +104,41 @@ class Space:
             "older can be evicted"
         )
 
-    def needs_spares(self) -> bool:
-        """Whether every block needs a spare file now, and few are left."""
-        blocks = self._ledger.cached.blocks
-        return time.monotonic() < self._full_until_s and self.spares.run_low(blocks)
+    def obtain_at_once(self) -> str | None:
+        """As `obtain`, where nothing has to go for it. Raises NotAtOnce, NotCounted, OSError."""
+        if (spare := self.spares.take()) is not None:
+            return spare
+        if not self._full:
+            if self._reserve():
+                return None
+        # Where there was no room a moment ago there is little use in asking: now and then one does.
+        elif time.monotonic() >= self._full_until_s and self._asking.acquire(blocking=False):
+            try:
+                if self._reserve():
+                    return None
+            finally:
+                self._asking.release()
+        raise NotAtOnce
 
-    def _take_spare(self) -> str | None:
-        spare = self.spares.take()
-        if spare is not None:
-            self._ledger.use_spare(self._row_bytes)
-        return spare
+    def _reserve(self) -> bool:
+        """Whether there was room for a block; it has it then."""
+        short_bytes = self._ledger.reserve(self._row_bytes, self._limit_bytes)
+        # Without spares it has to be asked for every block whether one fits.
+        self._full = short_bytes > 0 and self.spares.most > 0
+        self._full_until_s = time.monotonic() + _FULL_S
+        return short_bytes <= 0
+
+    def make_ahead(self, make_room: Callable[[int], Room]) -> None:
+        """While others write, so that they do not wait for it all at once when they need it."""
+        if self._needs_spares() and self._making_room.acquire(blocking=False):
+            try:
+                make_room(self._row_bytes)
+            finally:
+                self._making_room.release()
+
+    def _needs_spares(self) -> bool:
+        """Whether every block needs a spare file now, and few are left."""
+        return self._full and self.spares.run_low(self._ledger.cached.blocks)
 
     def discard(self, temporary: str) -> None:
         """Delete an unfinished file; then its reservation ends, and not before."""
@@ -127,7 +154,6 @@ class Space:
     def drop_spares(self) -> None:
         """Delete all spare files."""
         for name in self.spares.take_all():
-            self._ledger.use_spare(self._row_bytes)
             self.discard(name)
 
     def discard_again(self) -> None:

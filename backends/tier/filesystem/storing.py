@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from backends import block
-from backends.tier.base import Bytes, Outcome
+from backends.tier.base import Outcome
 from backends.tier.counters import Counters
-from backends.tier.filesystem.blockfiles import Unpublished
+from backends.tier.filesystem.blockfiles import Draft, Unpublished
 from backends.tier.filesystem.io import words
 from backends.tier.filesystem.lane import Lane
 from backends.tier.filesystem.refusals import Refusals
-from backends.tier.filesystem.room import NoRoom, NotCounted, Room
+from backends.tier.filesystem.room import NoRoom, NotAtOnce, NotCounted, Room
 from backends.tier.index import Index
 from backends.tier.jobs import Jobs, Task
 from backends.tier.probes import Probes
+
+
+class _Wrong(Exception):
+    """A row is not the block that it is to be stored as."""
 
 
 class _Elsewhere(Exception):
@@ -54,27 +59,46 @@ class Storing:
         """From now on tasks may come, and these are all lanes there are."""
         self._lanes = lanes
 
-    def store(self, lane: Lane, task: Task) -> None:
-        """Write a block to a file. It gets its name together with others, in `publish`."""
-        try:
-            row = self._jobs.row(task)
-            wrong = block.check_row(row, task.key, self._fingerprint)
-            if wrong:
-                self._end_store(lane, task, Outcome.FAILED, f"its row {wrong}")
-                return
-            file = self._write(lane, task, row)
-        except _Elsewhere as elsewhere:
-            self._send_on(lane, task, elsewhere.lane)
-        except Exception as error:
-            self._store_failed(lane, task, error)
-        else:
-            if file is None:
-                self._skipped(lane, task)
-            else:
-                lane.commits.add((task, file))
+    def store(self, lane: Lane, tasks: Sequence[Task]) -> None:
+        """Write blocks to files. They get their names together with others, in `publish`."""
+        left = deque(tasks)
+        while left:
+            self._write(lane, self._draft_all(lane, left))
+            if left:
+                # What is written can be evicted for what comes, as soon as it has its name.
+                lane.commits.settle()
 
-    def _write(self, lane: Lane, task: Task, row: Bytes) -> Unpublished | None:
-        """A file that has no name yet; None where the block is there already."""
+    def _draft_all(self, lane: Lane, left: deque[Task]) -> list[tuple[Task, Draft]]:
+        """Files for tasks, which are taken from `left`. After the first one, only for as long as
+        there is room: nobody waits for that with files that are not written."""
+        drafts: list[tuple[Task, Draft]] = []
+        while left:
+            task = left.popleft()
+            try:
+                draft = self._draft(lane, task, wait=not drafts)
+            except NotAtOnce:
+                left.appendleft(task)
+                break
+            except _Elsewhere as elsewhere:
+                self._send_on(lane, task, elsewhere.lane)
+            except _Wrong as error:
+                self._end_store(lane, task, Outcome.FAILED, str(error))
+            # One key's trouble, of whatever kind, is its outcome and never ends the thread.
+            except Exception as error:
+                self._store_failed(lane, task, error)
+            else:
+                if draft is None:
+                    self._skipped(lane, task)
+                else:
+                    drafts.append((task, draft))
+        return drafts
+
+    def _draft(self, lane: Lane, task: Task, *, wait: bool) -> Draft | None:
+        """A file that is still to be written; None where the block is there already."""
+        row = self._jobs.row(task)
+        wrong = block.check_row(row, task.key, self._fingerprint)
+        if wrong:
+            raise _Wrong(f"its row {wrong}")
         volume = lane.volume
 
         def make_room(short_bytes: int) -> Room:
@@ -82,22 +106,54 @@ class Storing:
                 self._look_elsewhere(lane, task)
             return lane.evictor.make_room(short_bytes, task.used_ns, spare=True)
 
-        def write() -> Unpublished | None:
+        def draft() -> Draft | None:
             # Without replicas nobody is looked for: what is there cannot be given the same name.
             likely = task.seen_elsewhere or task.block_id in self._index
             if likely and volume.blocks.settle(task.key, task.block_id):
                 return None
             if task.seen_elsewhere and not task.moved:
                 self._find_elsewhere(lane, task)
-            return volume.blocks.write(task.key, task.block_id, row, task.used_ns, make_room)
+            space = volume.space
+            spare = space.obtain(make_room) if wait else space.obtain_at_once()
+            return volume.blocks.draft(task.key, task.block_id, row, task.used_ns, spare)
 
         try:
-            return write()
+            return draft()
         except FileNotFoundError:
             if not volume.needs_opening():
                 raise
             volume.open(make=False)
-            return write()
+            return draft()
+
+    def _write(
+        self, lane: Lane, drafts: Sequence[tuple[Task, Draft]], *, last: bool = False
+    ) -> None:
+        """`last`: what cannot be written now is not tried again."""
+        if not drafts:
+            return
+        results: Sequence[Exception | None]
+        try:
+            results = lane.volume.blocks.write([draft for _, draft in drafts])
+        except Exception as error:
+            results = [error] * len(drafts)
+        for (task, draft), wrong in zip(drafts, results, strict=True):
+            if wrong is None:
+                lane.commits.add((task, draft.file))
+            elif isinstance(wrong, FileNotFoundError) and not last:
+                self._write_again(lane, task, wrong)
+            else:
+                self._store_failed(lane, task, wrong)
+
+    def _write_again(self, lane: Lane, task: Task, wrong: FileNotFoundError) -> None:
+        """Somebody may have removed the directory, so what was open leads nowhere."""
+        try:
+            if not lane.volume.needs_opening():
+                raise wrong
+            lane.volume.open(make=False)
+        except Exception as error:
+            self._store_failed(lane, task, error)
+        else:
+            self._write(lane, self._draft_all(lane, deque([task])), last=True)
 
     def _find_elsewhere(self, lane: Lane, task: Task) -> None:
         """Another replica may prefer another path. Raises _Elsewhere if the block stands there."""
@@ -167,12 +223,13 @@ class Storing:
         self._evict_ahead(lane, tasks[0].used_ns)
 
     def _evict_ahead(self, lane: Lane, before_ns: int) -> None:
-        """While others write, so that they do not wait for it all at once when they need it."""
         # Among several paths each block finds out by itself which of them has the oldest one.
-        if len(self._lanes) == 1 and lane.volume.space.needs_spares():
+        if len(self._lanes) == 1:
             # What fails here fails again where it is needed.
             with contextlib.suppress(OSError):
-                lane.evictor.make_room(self._row_bytes, before_ns, spare=True)
+                lane.volume.space.make_ahead(
+                    lambda need: lane.evictor.make_room(need, before_ns, spare=True)
+                )
 
     def _skipped(self, lane: Lane, task: Task) -> None:
         """A block that is there already."""

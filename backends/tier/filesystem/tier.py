@@ -13,6 +13,7 @@ from backends.block import BlockKey
 from backends.errors import TierError
 from backends.tier.base import (
     Capabilities,
+    Evicted,
     Job,
     JobResult,
     Lookup,
@@ -27,11 +28,12 @@ from backends.tier.filesystem.claims import Claims
 from backends.tier.filesystem.commits import GroupCommit
 from backends.tier.filesystem.evict import Evictor
 from backends.tier.filesystem.form import BlockFormat
-from backends.tier.filesystem.io import Io, OsIo, words
+from backends.tier.filesystem.io import Io, words
 from backends.tier.filesystem.keeper import Keeper
 from backends.tier.filesystem.lane import Lane
 from backends.tier.filesystem.loading import Loading
 from backends.tier.filesystem.naming import Namespace
+from backends.tier.filesystem.native import make_io
 from backends.tier.filesystem.prober import Prober
 from backends.tier.filesystem.refusals import Refusals
 from backends.tier.filesystem.scan import Scanner
@@ -39,6 +41,7 @@ from backends.tier.filesystem.settings import FilesystemSettings
 from backends.tier.filesystem.storing import Storing
 from backends.tier.filesystem.volume import Volume
 from backends.tier.filesystem.writer import this_writer
+from backends.tier.gone import Gone
 from backends.tier.index import Index
 from backends.tier.jobs import Jobs, Task
 from backends.tier.pool import Pool
@@ -48,6 +51,9 @@ from backends.tier.turns import Turns
 
 # A lookup is PENDING for so long at most, whatever hangs below.
 _PENDING_S: Final = 5.0
+# A thread writes so many small blocks at a time: one by one, more goes into taking turns.
+_STORE_BATCH: Final = 4
+_STORE_BATCH_BYTES: Final = 2 << 20
 COUNTS: Final = (
     "stored_bytes",
     "loaded_bytes",
@@ -79,7 +85,7 @@ class FilesystemTier(Tier):
         """Raises TierError if no path can be used. Blocks of before are known a little later."""
         self._context = context
         self._settings = settings
-        self._io = io or OsIo()
+        self._io = io or make_io()
         self._row_bytes = context.rows.row_bytes
         parallel = context.parallel
         isolated = settings.placement == "per_replica"
@@ -89,6 +95,7 @@ class FilesystemTier(Tier):
         self._private = isolated
         self._counters = Counters(COUNTS)
         self._index = Index()
+        self._gone = Gone()
         self._namespaces = Namespaces(self._namespace)
         self._jobs = Jobs(context.rows)
         self._probes = Probes(settings.probe_interval_s, _PENDING_S)
@@ -176,6 +183,9 @@ class FilesystemTier(Tier):
             oldest_s=None if oldest_ns is None else max(0.0, (time.time_ns() - oldest_ns) / 1e9),
         )
 
+    def evicted(self) -> Evicted:
+        return self._gone.take()
+
     def counters(self) -> dict[str, int]:
         outcomes = self._jobs.counts
         return self._counters.read() | {
@@ -228,7 +238,7 @@ class FilesystemTier(Tier):
     def describe(self) -> list[str]:
         """A line for each path: how it is read and written and why, and whether it is used now."""
         return [
-            f"{lane.volume.path}: {lane.volume.blocks.direct.reason}"
+            f"{lane.volume.path}: {lane.volume.blocks.direct.reason}{lane.volume.bounce.describe()}"
             + "".join(
                 f"; no {what}: {why}"
                 for what, loads in (("stores", False), ("loads", True))
@@ -312,15 +322,18 @@ class FilesystemTier(Tier):
 
     # What the lanes' threads do.
 
-    def _run(self, lane: Lane, task: Task) -> None:
+    def _run(self, lane: Lane, tasks: list[Task]) -> None:
         try:
-            if not self._jobs.begin(task):
-                if not task.state.is_load:
-                    self._storing.go_on(lane, task, Outcome.LATE)
-            elif task.state.is_load:
-                self._loading.load(lane, task)
-            else:
-                self._storing.store(lane, task)
+            stores = []
+            for task in tasks:
+                if not self._jobs.begin(task):
+                    if not task.state.is_load:
+                        self._storing.go_on(lane, task, Outcome.LATE)
+                elif task.state.is_load:
+                    self._loading.load(lane, task)
+                else:
+                    stores.append(task)
+            self._storing.store(lane, stores)
         finally:
             lane.commits.settle()
 
@@ -377,13 +390,19 @@ class FilesystemTier(Tier):
             self._namespaces,
             self._jobs.is_loading,
             self._counters,
+            self._gone,
             self._row_bytes,
         )
         scanner = Scanner(
             *(volume, self._index, self._namespaces, self._row_bytes),
             stopped=lambda: lane.keeper.stopped(),
         )
-        pool = Pool(f"kvquay-fs-{number}", settings.threads, lambda task: self._run(lane, task))
+        pool = Pool(
+            f"kvquay-fs-{number}",
+            settings.threads,
+            lambda tasks: self._run(lane, tasks),
+            store_batch=max(1, min(_STORE_BATCH, _STORE_BATCH_BYTES // self._row_bytes)),
+        )
         lane = Lane(
             volume=volume,
             evictor=evictor,

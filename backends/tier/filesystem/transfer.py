@@ -5,10 +5,16 @@ from __future__ import annotations
 import errno
 import mmap
 import threading
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from backends.tier.filesystem.io import ALIGNMENT_BYTES, Bytes, Io
+from backends.tier.base import Bytes
+
+if TYPE_CHECKING:
+    from backends.tier.filesystem.io import Io
+
+ALIGNMENT_BYTES: Final = 4096
 
 
 def write_row(io: Io, fd: int, row: Bytes) -> None:
@@ -21,8 +27,12 @@ def write_row(io: Io, fd: int, row: Bytes) -> None:
         if done + written == row.size:
             return
         if step <= 0:
-            raise OSError(errno.ENOSPC, f"only {done + written} of {row.size} bytes were taken")
+            raise taken_in_part(done + written, row.size)
         done += step
+
+
+def taken_in_part(taken: int, size: int) -> OSError:
+    return OSError(errno.ENOSPC, f"only {taken} of {size} bytes were taken")
 
 
 def read_row(io: Io, fd: int, row: Bytes) -> int:

@@ -9,6 +9,7 @@ from typing import Final
 from backends.errors import TierError
 from backends.tier.filesystem import naming
 from backends.tier.filesystem.blockfiles import BlockFiles
+from backends.tier.filesystem.bounce import Bounce
 from backends.tier.filesystem.form import BlockFormat
 from backends.tier.filesystem.io import Io
 from backends.tier.filesystem.leaves import Leaves
@@ -53,8 +54,10 @@ class Volume:
         spares = Spares(min(settings.spare_files, self.quota_bytes // form.row_bytes // SHARE))
         self.space = Space(self.place, self.ledger, form.row_bytes, self.limit_bytes, spares)
         self._leaves = Leaves(self.place, form.namespace.name)
+        self.bounce = Bounce(settings.bounce, form.row_bytes, settings.threads)
         self.blocks = BlockFiles(
-            self.place, self.ledger, self.quarantine, form, self._leaves, self.space
+            *(self.place, self.ledger, self.quarantine, form, self._leaves, self.space),
+            self.bounce,
         )
         self.remover = Remover(self.place, self.ledger, self._leaves, spares, form)
         self.is_open = False

@@ -18,6 +18,7 @@ from typing import Final
 import msgspec
 
 from backends.tier.counters import Counters
+from backends.tier.gone import Gone
 from backends.tier.health import Breaker
 from backends.tier.index import Candidate, Index
 from backends.tier.object.client import ObjectClient
@@ -57,6 +58,7 @@ class Bank:
         listing: Listing,
         index: Index,
         counters: Counters,
+        gone: Gone,
         is_loading: Callable[[int], bool],
     ) -> None:
         self._capacity_bytes = capacity_bytes
@@ -68,6 +70,7 @@ class Bank:
         self._listing = listing
         self._index = index
         self._counters = counters
+        self._gone = gone
         self._is_loading = is_loading
         self._me = secrets.token_hex(8)
         self._ledger = Ledger(client, requests, breaker, counters)
@@ -321,6 +324,7 @@ class Bank:
             raise
         for each in batch:
             self._index.evicted(each)
+        self._gone.add(each.key for each in batch if not each.namespace)
         self._counters.add_all({"evicted": len(batch), "evicted_bytes": freed_bytes})
         return freed_bytes
 

@@ -207,6 +207,10 @@ class ObjectBench:
         """Every object that there may be."""
         return tuple(self._names)
 
+    def listed(self) -> tuple[str, ...]:
+        """Every object of this owner that the store lists, whoever put it."""
+        return tuple(found.name for page in self._client.pages(self._prefix) for found in page)
+
     def delete(self, names: Sequence[str]) -> None:
         """Those that are not there too."""
         self._client.delete(names)

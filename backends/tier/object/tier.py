@@ -15,6 +15,7 @@ from backends.errors import TierError
 from backends.tier import naming
 from backends.tier.base import (
     Capabilities,
+    Evicted,
     Job,
     JobResult,
     Lookup,
@@ -24,6 +25,7 @@ from backends.tier.base import (
     Usage,
 )
 from backends.tier.counters import Counters
+from backends.tier.gone import Gone
 from backends.tier.health import Breaker
 from backends.tier.index import Index
 from backends.tier.jobs import Jobs, Task
@@ -108,6 +110,7 @@ class ObjectTier(Tier):
         self._closed = False
         self._counters = Counters(COUNTS)
         self._index = Index()
+        self._gone = Gone()
         self._jobs = Jobs(context.rows)
         self._probes = Probes(settings.absent_ttl_s, _PENDING_S)
         tolerance = settings.breaker_failures
@@ -147,7 +150,7 @@ class ObjectTier(Tier):
         )
         self._keeper.open_first()
         stores = settings.in_flight_blocks(self._row_bytes)
-        self._pool = Pool("kvquay-object", stores + -(-stores // 4), self._run, stores)
+        self._pool = Pool("kvquay-object", stores + -(-stores // 4), self._run_all, stores)
         self._turns = Turns(
             *("kvquay-object-turns", None),
             replica=parallel.data_parallel_index,
@@ -224,6 +227,9 @@ class ObjectTier(Tier):
             capacity_bytes=self._settings.capacity_bytes,
             oldest_s=None if oldest_ns is None else max(0.0, (time.time_ns() - oldest_ns) / 1e9),
         )
+
+    def evicted(self) -> Evicted:
+        return self._gone.take()
 
     def counters(self) -> dict[str, int]:
         outcomes = self._jobs.counts
@@ -340,6 +346,10 @@ class ObjectTier(Tier):
         return False
 
     # What the tier's threads do.
+
+    def _run_all(self, tasks: list[Task]) -> None:
+        for task in tasks:
+            self._run(task)
 
     def _run(self, task: Task) -> None:
         try:
@@ -523,5 +533,6 @@ class ObjectTier(Tier):
             self._listing,
             self._index,
             self._counters,
+            self._gone,
             self._jobs.is_loading,
         )

@@ -1,0 +1,417 @@
+/* Whole block files, written, read, renamed and looked at with one release of the GIL each.
+ *
+ * Nothing here decides anything: these are the sequences of calls that io.py's OsIo makes one by
+ * one. To let go of the interpreter and to wait for it again between them costs more than most of
+ * them do, as soon as several I/O threads run. Errors are given as errno, and 0 where all went well.
+ */
+
+#define PY_SSIZE_T_CLEAN
+#define _GNU_SOURCE
+#include <Python.h>
+
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/openat2.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#ifndef RENAME_NOREPLACE
+#define RENAME_NOREPLACE 1
+#endif
+
+#define FILE_MODE 0600
+/* O_DIRECT goes on at such places only. */
+#define ALIGNMENT_BYTES 4096
+#define NS_PER_S 1000000000LL
+
+/* Up to where a file came. */
+enum step { STEP_DONE = 0, STEP_OPEN = 1, STEP_LATER = 2 };
+
+static struct timespec timespec_of(int64_t ns)
+{
+    struct timespec time = {.tv_sec = ns / NS_PER_S, .tv_nsec = ns % NS_PER_S};
+    if (time.tv_nsec < 0) {
+        time.tv_nsec += NS_PER_S;
+        time.tv_sec -= 1;
+    }
+    return time;
+}
+
+static int64_t ns_of(struct timespec time)
+{
+    return (int64_t)time.tv_sec * NS_PER_S + time.tv_nsec;
+}
+
+/* Opens what is beneath a directory, following no link on the way. */
+static int open_beneath(int directory, const char *path, int flags)
+{
+    int fd;
+    if (strchr(path, '/') == NULL) {
+        do
+            fd = openat(directory, path, flags | O_NOFOLLOW | O_CLOEXEC, FILE_MODE);
+        while (fd < 0 && errno == EINTR);
+        return fd;
+    }
+    struct open_how how = {
+        .flags = (uint64_t)(flags | O_CLOEXEC),
+        .mode = flags & O_CREAT ? FILE_MODE : 0,
+        .resolve = RESOLVE_NO_SYMLINKS | RESOLVE_BENEATH,
+    };
+    /* EAGAIN: a rename elsewhere made it impossible to prove that the path stays beneath. */
+    do
+        fd = (int)syscall(SYS_openat2, directory, path, &how, sizeof how);
+    while (fd < 0 && (errno == EINTR || errno == EAGAIN));
+    return fd;
+}
+
+/* Sets errno and gives -1 where not all was written; `done` says how much was. With a `bounce`
+ * buffer the bytes go through it, a buffer at a time. */
+static int write_whole(int fd, const char *data, Py_ssize_t size, const Py_buffer *bounce,
+                       Py_ssize_t *done)
+{
+    Py_ssize_t at = 0;
+    for (;;) {
+        const char *from = data + at;
+        size_t length = (size_t)(size - at);
+        if (bounce->buf != NULL) {
+            if (length > (size_t)bounce->len)
+                length = (size_t)bounce->len;
+            memcpy(bounce->buf, from, length);
+            from = bounce->buf;
+        }
+        ssize_t written = pwrite(fd, from, length, (off_t)at);
+        if (written < 0) {
+            if (errno == EINTR)
+                continue;
+            return -1;
+        }
+        *done = at + written;
+        if (*done == size)
+            return 0;
+        /* What lies behind the last aligned place is written once more. */
+        Py_ssize_t next = *done / ALIGNMENT_BYTES * ALIGNMENT_BYTES;
+        if (next <= at) {
+            errno = ENOSPC;
+            return -1;
+        }
+        at = next;
+    }
+}
+
+/* Fills `into`; fewer bytes only if the file ends there. -1 with errno where reading fails. */
+static Py_ssize_t read_whole(int fd, char *into, Py_ssize_t size, const Py_buffer *bounce)
+{
+    Py_ssize_t done = 0;
+    while (done < size) {
+        char *to = into + done;
+        size_t length = (size_t)(size - done);
+        if (bounce->buf != NULL) {
+            if (length > (size_t)bounce->len)
+                length = (size_t)bounce->len;
+            to = bounce->buf;
+        }
+        ssize_t got = pread(fd, to, length, (off_t)done);
+        if (got < 0) {
+            if (errno == EINTR)
+                continue;
+            return -1;
+        }
+        if (bounce->buf != NULL)
+            memcpy(into + done, to, (size_t)got);
+        done += got;
+        if (got == 0 || done % ALIGNMENT_BYTES)
+            break;
+    }
+    return done;
+}
+
+static int flush(int fd, const char *durability)
+{
+    if (strcmp(durability, "data") == 0)
+        return fdatasync(fd);
+    if (strcmp(durability, "full") == 0)
+        return fsync(fd);
+    return 0;
+}
+
+/* A converter for PyArg_ParseTuple: None, or a buffer of whole pages; releases it if what comes
+ * after it cannot be parsed. */
+static int take_bounce(PyObject *given, void *bounce)
+{
+    Py_buffer *view = bounce;
+    if (given == NULL) {
+        PyBuffer_Release(view);
+        return 1;
+    }
+    if (given == Py_None)
+        return Py_CLEANUP_SUPPORTED;
+    if (PyObject_GetBuffer(given, view, PyBUF_WRITABLE) < 0)
+        return 0;
+    if (view->len == 0 || view->len % ALIGNMENT_BYTES) {
+        PyBuffer_Release(view);
+        PyErr_SetString(PyExc_ValueError, "a bounce buffer is a number of whole pages");
+        return 0;
+    }
+    return Py_CLEANUP_SUPPORTED;
+}
+
+typedef struct {
+    const char *name;
+    int flags, error;
+    Py_buffer data;
+    long long atime_ns, mtime_ns;
+    Py_ssize_t done;
+} write_t;
+
+static void write_file(int directory, write_t *file, const char *durability,
+                       const Py_buffer *bounce)
+{
+    int fd = open_beneath(directory, file->name, file->flags);
+    if (fd < 0) {
+        file->error = errno;
+        return;
+    }
+    struct timespec times[2] = {timespec_of(file->atime_ns), timespec_of(file->mtime_ns)};
+    if (write_whole(fd, file->data.buf, file->data.len, bounce, &file->done) < 0 ||
+        futimens(fd, times) < 0 || flush(fd, durability) < 0)
+        file->error = errno;
+    /* The last moment at which some filesystems refuse a write. Never tried again: whatever close
+     * says, the number may be somebody else's by now. */
+    if (close(fd) < 0 && errno != EINTR && !file->error)
+        file->error = errno;
+}
+
+PyDoc_STRVAR(write_doc, "See _files.pyi.");
+static PyObject *files_write(PyObject *module, PyObject *arguments)
+{
+    int directory;
+    PyObject *given, *results = NULL;
+    const char *durability;
+    Py_buffer bounce = {0};
+    (void)module;
+    if (!PyArg_ParseTuple(arguments, "iO!sO&", &directory, &PyList_Type, &given, &durability,
+                          take_bounce, &bounce))
+        return NULL;
+    /* A copy: the caller's list could change while the GIL is not held. */
+    PyObject *files = PyList_GetSlice(given, 0, PyList_GET_SIZE(given));
+    if (files == NULL) {
+        PyBuffer_Release(&bounce);
+        return NULL;
+    }
+    Py_ssize_t count = PyList_GET_SIZE(files), parsed = 0;
+    write_t *writes = PyMem_Calloc((size_t)(count ? count : 1), sizeof *writes);
+    if (writes == NULL) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    for (; parsed < count; parsed++) {
+        write_t *file = &writes[parsed];
+        PyObject *item = PyList_GET_ITEM(files, parsed);
+        if (!PyTuple_Check(item)) {
+            PyErr_SetString(PyExc_TypeError, "each file is given in a tuple");
+            goto done;
+        }
+        if (!PyArg_ParseTuple(item, "siy*LL", &file->name, &file->flags, &file->data,
+                              &file->atime_ns, &file->mtime_ns))
+            goto done;
+    }
+    Py_BEGIN_ALLOW_THREADS;
+    for (Py_ssize_t i = 0; i < count; i++)
+        write_file(directory, &writes[i], durability, &bounce);
+    Py_END_ALLOW_THREADS;
+    results = PyList_New(count);
+    for (Py_ssize_t i = 0; results && i < count; i++) {
+        PyObject *result = Py_BuildValue("in", writes[i].error, writes[i].done);
+        if (result == NULL)
+            Py_CLEAR(results);
+        else
+            PyList_SET_ITEM(results, i, result);
+    }
+done:
+    for (Py_ssize_t i = 0; i < parsed; i++)
+        PyBuffer_Release(&writes[i].data);
+    PyMem_Free(writes);
+    PyBuffer_Release(&bounce);
+    Py_DECREF(files);
+    return results;
+}
+
+PyDoc_STRVAR(read_doc, "See _files.pyi.");
+static PyObject *files_read(PyObject *module, PyObject *arguments)
+{
+    int directory, flags;
+    const char *path;
+    Py_buffer into = {0}, bounce = {0};
+    long long used_ns, before_ns;
+    (void)module;
+    if (!PyArg_ParseTuple(arguments, "isiw*LLO&", &directory, &path, &flags, &into, &used_ns,
+                          &before_ns, take_bounce, &bounce)) {
+        return NULL;
+    }
+    enum step step = STEP_DONE;
+    int error = 0;
+    Py_ssize_t got = 0;
+    struct stat found;
+    memset(&found, 0, sizeof found);
+    Py_BEGIN_ALLOW_THREADS;
+    int fd = open_beneath(directory, path, flags);
+    if (fd < 0) {
+        step = STEP_OPEN;
+        error = errno;
+    } else {
+        if (fstat(fd, &found) < 0) {
+            step = STEP_LATER;
+            error = errno;
+        } else if (S_ISREG(found.st_mode) && found.st_size == (off_t)into.len) {
+            got = read_whole(fd, into.buf, into.len, &bounce);
+            if (got < 0) {
+                step = STEP_LATER;
+                error = errno;
+                got = 0;
+            } else if (got == into.len && ns_of(found.st_atim) < before_ns) {
+                struct timespec times[2] = {timespec_of(used_ns), found.st_mtim};
+                /* A read-only disk is no reason to miss. */
+                if (futimens(fd, times) == 0)
+                    found.st_atim = times[0];
+            }
+        }
+        close(fd);
+    }
+    Py_END_ALLOW_THREADS;
+    PyBuffer_Release(&bounce);
+    PyBuffer_Release(&into);
+    return Py_BuildValue("iiIL(KKK)LLn", (int)step, error, (unsigned int)found.st_mode,
+                         (long long)found.st_size, (unsigned long long)found.st_dev,
+                         (unsigned long long)found.st_ino, (unsigned long long)found.st_nlink,
+                         (long long)ns_of(found.st_atim), (long long)ns_of(found.st_mtim), got);
+}
+
+/* One name in each of up to two directories. The strings belong to objects that the caller holds. */
+typedef struct {
+    int directory, new_directory, error;
+    const char *name, *new_name;
+    struct stat found;
+} entry_t;
+
+/* NULL with an exception set where `names` is not a list of tuples of this `format`. */
+static entry_t *entries_of(PyObject *names, const char *format)
+{
+    Py_ssize_t count = PyList_GET_SIZE(names);
+    entry_t *entries = PyMem_Calloc((size_t)(count ? count : 1), sizeof *entries);
+    if (entries == NULL)
+        return (entry_t *)PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < count; i++) {
+        entry_t *entry = &entries[i];
+        PyObject *item = PyList_GET_ITEM(names, i);
+        if (!PyTuple_Check(item)) {
+            PyErr_SetString(PyExc_TypeError, "each name is given in a tuple");
+            PyMem_Free(entries);
+            return NULL;
+        }
+        if (!PyArg_ParseTuple(item, format, &entry->directory, &entry->name,
+                              &entry->new_directory, &entry->new_name)) {
+            PyMem_Free(entries);
+            return NULL;
+        }
+    }
+    return entries;
+}
+
+PyDoc_STRVAR(rename_doc, "See _files.pyi.");
+static PyObject *files_rename(PyObject *module, PyObject *arguments)
+{
+    PyObject *given;
+    int exclusive;
+    (void)module;
+    if (!PyArg_ParseTuple(arguments, "O!p", &PyList_Type, &given, &exclusive))
+        return NULL;
+    /* A copy: the caller's list could change while the GIL is not held. */
+    PyObject *names = PyList_GetSlice(given, 0, PyList_GET_SIZE(given));
+    entry_t *entries = names ? entries_of(names, "isis") : NULL;
+    PyObject *errors = NULL;
+    if (entries) {
+        Py_ssize_t count = PyList_GET_SIZE(names);
+        unsigned int flags = exclusive ? RENAME_NOREPLACE : 0;
+        Py_BEGIN_ALLOW_THREADS;
+        for (Py_ssize_t i = 0; i < count; i++) {
+            entry_t *entry = &entries[i];
+            long result = syscall(SYS_renameat2, entry->directory, entry->name,
+                                  entry->new_directory, entry->new_name, flags);
+            entry->error = result < 0 ? errno : 0;
+        }
+        Py_END_ALLOW_THREADS;
+        errors = PyList_New(count);
+        for (Py_ssize_t i = 0; errors && i < count; i++) {
+            PyObject *error = PyLong_FromLong(entries[i].error);
+            if (error == NULL)
+                Py_CLEAR(errors);
+            else
+                PyList_SET_ITEM(errors, i, error);
+        }
+    }
+    PyMem_Free(entries);
+    Py_XDECREF(names);
+    return errors;
+}
+
+PyDoc_STRVAR(stat_doc, "See _files.pyi.");
+static PyObject *files_stat(PyObject *module, PyObject *given)
+{
+    (void)module;
+    if (!PyList_Check(given)) {
+        PyErr_SetString(PyExc_TypeError, "names are given in a list");
+        return NULL;
+    }
+    PyObject *names = PyList_GetSlice(given, 0, PyList_GET_SIZE(given));
+    entry_t *entries = names ? entries_of(names, "is") : NULL;
+    PyObject *all = NULL;
+    if (entries) {
+        Py_ssize_t count = PyList_GET_SIZE(names);
+        Py_BEGIN_ALLOW_THREADS;
+        for (Py_ssize_t i = 0; i < count; i++) {
+            entry_t *entry = &entries[i];
+            int result =
+                fstatat(entry->directory, entry->name, &entry->found, AT_SYMLINK_NOFOLLOW);
+            entry->error = result < 0 ? errno : 0;
+        }
+        Py_END_ALLOW_THREADS;
+        all = PyList_New(count);
+        for (Py_ssize_t i = 0; all && i < count; i++) {
+            const struct stat *found = &entries[i].found;
+            PyObject *one = Py_BuildValue("iIKKL", entries[i].error, (unsigned int)found->st_mode,
+                                          (unsigned long long)found->st_size,
+                                          (unsigned long long)found->st_nlink,
+                                          (long long)ns_of(found->st_atim));
+            if (one == NULL)
+                Py_CLEAR(all);
+            else
+                PyList_SET_ITEM(all, i, one);
+        }
+    }
+    PyMem_Free(entries);
+    Py_XDECREF(names);
+    return all;
+}
+
+static PyMethodDef methods[] = {
+    {"write", files_write, METH_VARARGS, write_doc},
+    {"read", files_read, METH_VARARGS, read_doc},
+    {"rename", files_rename, METH_VARARGS, rename_doc},
+    {"stat", files_stat, METH_O, stat_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_files", "See _files.pyi.", -1, methods, NULL, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__files(void)
+{
+    return PyModule_Create(&definition);
+}

@@ -1,0 +1,42 @@
+def write(
+    directory: int,
+    files: list[tuple[str, int, memoryview, int, int]],
+    durability: str,
+    bounce: memoryview | None,
+    /,
+) -> list[tuple[int, int]]:
+    """For each (name, flags, data, atime, mtime in ns): open, write all, set the times, flush as
+    `durability` says (none, data, full), close.
+
+    What failed first, as errno (0: nothing), and how many bytes were taken. The bytes go through
+    `bounce`, whole pages, where it is given.
+    """
+
+def read(
+    directory: int,
+    path: str,
+    flags: int,
+    into: memoryview,
+    used_ns: int,
+    before_ns: int,
+    bounce: memoryview | None,
+    /,
+) -> tuple[int, int, int, int, tuple[int, int, int], int, int, int]:
+    """Open beneath the directory without following links, look, and, if it is a regular file of
+    `into`'s size, fill that; if it was last used before `before_ns`, say it was at `used_ns`.
+
+    How far it came (0: to its end, 1: not opened, 2: not read), the errno of what failed, mode,
+    size, (device, inode, links), atime and mtime in ns, and the bytes that were read.
+    """
+
+def rename(names: list[tuple[int, str, int, str]], exclusive: bool, /) -> list[int]:
+    """Rename each (directory, name, new directory, new name); an errno each, 0 for done.
+
+    `exclusive`: EEXIST where the new name is taken.
+    """
+
+def stat(names: list[tuple[int, str]], /) -> list[tuple[int, int, int, int, int]]:
+    """Look at each (directory, name), following no link.
+
+    The errno (0: none) and mode, size, links, atime in ns.
+    """

@@ -1,0 +1,219 @@
+"""Whole files, by single calls and by compiled code: both do the same and say the same."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from backends.tier.base import Bytes
+from backends.tier.filesystem import native
+from backends.tier.filesystem.io import FileRead, FileStat, FileWrite, OsIo
+from backends.tier.filesystem.native import NativeIo, make_io
+
+SIZE = 3 * 4096
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOATIME
+DAY_NS = 86_400 * 10**9
+
+
+@pytest.fixture(params=["single calls", "compiled"])
+def io(request: pytest.FixtureRequest) -> OsIo:
+    if request.param == "single calls":
+        return OsIo()
+    compiled = native.compiled()
+    # The project's own set-up builds it, so a machine of its tests without it is a fault.
+    assert compiled is not None, "backends.tier.filesystem._files was not built"
+    return NativeIo(compiled)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[int]:
+    fd = os.open(tmp_path, os.O_PATH | os.O_DIRECTORY)
+    yield fd
+    os.close(fd)
+
+
+def page_aligned(fill: int = 0) -> Bytes:
+    data = np.frombuffer(mmap.mmap(-1, SIZE), dtype=np.uint8)
+    data[:] = fill or np.arange(SIZE) % 251
+    return data
+
+
+def put(io: OsIo, directory: int, name: str) -> OSError | None:
+    file = FileWrite(name, NEW, page_aligned(), 5 * DAY_NS + 7, 4 * DAY_NS + 9)
+    return io.write_files(directory, [file], "none")[0]
+
+
+def get(io: OsIo, directory: int, path: str, before_ns: int = 0) -> tuple[FileRead, Bytes]:
+    into = page_aligned(fill=0xEE)
+    return io.read_file(directory, path, READ, into, 9 * DAY_NS + 1, before_ns), into
+
+
+def number_of(error: OSError | None) -> int | None:
+    return None if error is None else error.errno
+
+
+@pytest.mark.parametrize("direct", [0, os.O_DIRECT])
+@pytest.mark.parametrize("durability", ["none", "data", "full"])
+def test_a_file_comes_back_as_it_was_written(
+    io: OsIo, directory: int, tmp_path: Path, direct: int, durability: str
+) -> None:
+    file = FileWrite("a", NEW | direct, page_aligned(), 5 * DAY_NS + 7, 4 * DAY_NS + 9)
+    other = file._replace(name="b", data=page_aligned(fill=3))
+    assert io.write_files(directory, [file, other], durability) == [None, None]
+    found = (tmp_path / "a").stat()
+    assert (found.st_atime_ns, found.st_mtime_ns) == (5 * DAY_NS + 7, 4 * DAY_NS + 9)
+    assert stat.S_IMODE(found.st_mode) == 0o600
+    assert (tmp_path / "b").read_bytes() == bytes([3]) * SIZE
+    into = page_aligned(fill=0xEE)
+    read = io.read_file(directory, "a", READ | direct, into, 0, 0)
+    assert read == FileRead(
+        found.st_mode, SIZE, found.st_dev, found.st_ino, found.st_atime_ns, SIZE, None
+    )
+    assert np.array_equal(into, page_aligned())
+
+
+def test_a_file_that_cannot_be_written_does_not_keep_the_others_back(
+    io: OsIo, directory: int, tmp_path: Path
+) -> None:
+    (tmp_path / "taken").touch()
+    os.symlink(tmp_path / "elsewhere", tmp_path / "link")
+    names = ["taken", "a", "link", "none/b", "c"]
+    files = [FileWrite(name, NEW, page_aligned(), 0, 0) for name in names]
+    errors = io.write_files(directory, files, "none")
+    assert [number_of(error) for error in errors] == [
+        *(errno.EEXIST, None, errno.EEXIST, errno.ENOENT, None)
+    ]
+    assert not (tmp_path / "elsewhere").exists()
+    assert (tmp_path / "c").stat().st_size == SIZE
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_a_full_disk_is_told(io: OsIo) -> None:
+    devices = os.open("/dev", os.O_PATH | os.O_DIRECTORY)
+    try:
+        file = FileWrite("full", os.O_WRONLY, page_aligned(), 0, 0)
+        assert number_of(io.write_files(devices, [file], "none")[0]) == errno.ENOSPC
+    finally:
+        os.close(devices)
+
+
+def test_a_use_is_shown_where_the_last_one_is_old(io: OsIo, directory: int, tmp_path: Path) -> None:
+    assert put(io, directory, "a") is None
+    kept, _ = get(io, directory, "a", before_ns=5 * DAY_NS)
+    shown, _ = get(io, directory, "a", before_ns=6 * DAY_NS)
+    found = (tmp_path / "a").stat()
+    assert kept.st_atime_ns == 5 * DAY_NS + 7
+    assert (shown.st_atime_ns, found.st_atime_ns) == (9 * DAY_NS + 1, 9 * DAY_NS + 1)
+    assert found.st_mtime_ns == 4 * DAY_NS + 9
+
+
+@pytest.mark.parametrize("size", [0, SIZE - 4096, SIZE - 1, SIZE + 1])
+def test_of_a_file_of_another_size_nothing_is_read(
+    io: OsIo, directory: int, tmp_path: Path, size: int
+) -> None:
+    (tmp_path / "a").write_bytes(bytes(size))
+    read, into = get(io, directory, "a", before_ns=1 << 62)
+    assert (read.st_size, read.got, read.error) == (size, 0, None)
+    assert (into == 0xEE).all()
+
+
+def test_what_is_no_file_is_not_read(io: OsIo, directory: int, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    read, _ = get(io, directory, "pipe")
+    assert (stat.S_ISFIFO(read.st_mode), read.got) == (True, 0)
+    (tmp_path / "sub").mkdir()
+    read, _ = get(io, directory, "sub")
+    assert (stat.S_ISDIR(read.st_mode), read.got) == (True, 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "number"),
+    [
+        ("none", errno.ENOENT),
+        ("none/a", errno.ENOENT),
+        ("real/a/b", errno.ENOTDIR),
+        ("link", errno.ELOOP),
+        ("linked/a", errno.ELOOP),
+        ("../outside", errno.EXDEV),
+    ],
+)
+def test_nothing_leads_out_of_the_directory(
+    io: OsIo, directory: int, tmp_path: Path, path: str, number: int
+) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "a").write_bytes(bytes(SIZE))
+    os.symlink(tmp_path / "real" / "a", tmp_path / "link")
+    os.symlink(tmp_path / "real", tmp_path / "linked")
+    with pytest.raises(OSError, match=os.strerror(number)):
+        get(io, directory, path)
+    whole, _ = get(io, directory, "real/a")
+    assert whole.got == SIZE
+
+
+def test_names_are_given_once(io: OsIo, directory: int, tmp_path: Path) -> None:
+    for name in ("1", "2", "taken"):
+        (tmp_path / name).write_text(name)
+    names = [("1", directory, "a"), ("none", directory, "b"), ("2", directory, "taken")]
+    errors = io.publish_all(directory, names)
+    assert [number_of(error) for error in errors] == [None, errno.ENOENT, errno.EEXIST]
+    assert isinstance(errors[2], FileExistsError)
+    assert (tmp_path / "a").read_text() == "1"
+    assert ((tmp_path / "taken").read_text(), (tmp_path / "2").read_text()) == ("taken", "2")
+
+
+def test_names_are_taken_over(io: OsIo, directory: int, tmp_path: Path) -> None:
+    for name in ("1", "2", "old"):
+        (tmp_path / name).write_text(name)
+    names = [(directory, "1", directory, "old"), (directory, "none", directory, "b")]
+    errors = io.replace_all([*names, (directory, "2", directory, "new")])
+    assert [number_of(error) for error in errors] == [None, errno.ENOENT, None]
+    assert ((tmp_path / "old").read_text(), (tmp_path / "new").read_text()) == ("1", "2")
+
+
+def test_all_are_looked_at(io: OsIo, directory: int, tmp_path: Path) -> None:
+    assert put(io, directory, "a") is None
+    os.link(tmp_path / "a", tmp_path / "again")
+    os.symlink("none", tmp_path / "link")
+    file, missing, link = io.stat_all([(directory, name) for name in ("a", "none", "link")])
+    found = (tmp_path / "a").stat()
+    assert file == FileStat(found.st_mode, SIZE, 2, found.st_atime_ns)
+    assert isinstance(missing, FileNotFoundError)
+    assert isinstance(link, FileStat)
+    assert stat.S_ISLNK(link.st_mode)
+
+
+def test_nothing_is_left_open(io: OsIo, directory: int, tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    before = len(os.listdir("/proc/self/fd"))
+    for n in range(20):
+        put(io, directory, f"{n}")
+        put(io, directory, "none/a")
+        get(io, directory, f"{n}")
+        get(io, directory, "sub")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_compiled_code_refuses_what_it_was_not_made_for() -> None:
+    compiled = native.compiled()
+    assert compiled is not None
+    for wrong in (["a"], [("a",)], [(0, 1)]):
+        with pytest.raises(TypeError):
+            compiled.stat(wrong)
+    with pytest.raises(TypeError):
+        compiled.write(0, [("a", 0, "no bytes", 0, 0)], "none")
+    with pytest.raises((TypeError, BufferError)):
+        compiled.read(0, "a", 0, b"not to be written to", 0, 0)
+
+
+def test_without_a_compiler_single_calls_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(make_io(), NativeIo)
+    monkeypatch.setattr(native, "compiled", lambda: None)
+    assert type(make_io()) is OsIo
