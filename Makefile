@@ -12,7 +12,7 @@ help:            ## show this list
 setup: $(STAMP)  ## make .venv and install kvquay with its development tools
 
 # torch first and alone, pinned: whatever else asks for "torch" is then satisfied already.
-$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard backends/copy/*.c)
+$(STAMP): pyproject.toml setup.py constraints.txt $(shell find backends -name '*.c')
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
@@ -43,4 +43,4 @@ format: setup    ## rewrite the code as the linter wants it
 clean:           ## remove the environment and every generated file
 	rm -rf $(VENV) runs multirun build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
-	rm -f backends/copy/*.so
+	find backends -name '*.so' -delete

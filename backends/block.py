@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -53,6 +54,9 @@ _KEY_FIELDS = struct.Struct("<II64s")
 _FORMAT = slice(0, 12)
 _STATE = slice(12, 16)
 _KEY = slice(16, 88)
+_KEY_LENGTH = slice(20, 24)
+_HASH = slice(24, 88)
+_CREATED = slice(96, 104)
 _FINGERPRINT = slice(104, 136)
 _FLAGS = slice(140, 144)
 _PAYLOAD_SUM = slice(144, 152)
@@ -122,6 +126,82 @@ def write_header(
             f"do not fit a block's header ({error}); group and lengths are 32-bit, not negative"
         ) from error
     header.data[:HEADER_BYTES] = fields.ljust(HEADER_BYTES, b"\0")
+
+
+class HeaderRows:
+    """Fills the headers of many rows at once, byte for byte as `write_header` fills one.
+
+    `headers` is uint8 [rows, 4096 or more], each row's bytes side by side; `slot_lengths[group]` in
+    bytes. Raises ConfigError as `write_header` does. `compiled` False: by numpy, which is what a
+    machine without the compiled part has.
+    """
+
+    def __init__(
+        self,
+        headers: Bytes,
+        *,
+        fingerprint: bytes,
+        slot_lengths: Sequence[Sequence[int]],
+        compiled: bool = True,
+    ) -> None:
+        form: Bytes = np.zeros((len(slot_lengths), HEADER_BYTES), np.uint8)
+        for group, lengths in enumerate(slot_lengths):
+            write_header(
+                form[group],
+                BlockKey(b"", group),
+                fingerprint=fingerprint,
+                slot_lengths=lengths,
+                created_ns=0,
+                state=WRITING,
+            )
+        # Behind this nothing but the checksum is ever put into any of these headers.
+        width = _FIELDS.size + 4 * max(map(len, slot_lengths))
+        self._forms = [own[:width].tobytes() for own in form]
+        self._headers = headers
+        self._width = width
+        self._native = _native() if compiled else None
+        self._place = (headers.ctypes.data, headers.strides[0], len(headers))
+
+    def announce(
+        self, keys: Sequence[bytes], rows: Sequence[int], group: int, created_ns: int
+    ) -> None:
+        """These rows, which are `clear`, are WRITING these keys' blocks of one group now."""
+        most, form = max(map(len, keys), default=0), self._forms[group]
+        if most > HASH_BYTES_MAX:
+            raise ConfigError(f"block hash has {most} bytes, expected at most {HASH_BYTES_MAX}")
+        if self._native is not None:
+            self._native.announce(*self._place, form, keys, rows, created_ns)
+            return
+        batch = np.frombuffer(form, np.uint8)[None].repeat(len(keys), axis=0)
+        batch[:, _KEY_LENGTH].view("<u4")[:, 0] = list(map(len, keys))
+        batch[:, _HASH].view(f"S{HASH_BYTES_MAX}")[:, 0] = keys
+        batch[:, _CREATED].view("<u8")[:, 0] = created_ns
+        at = np.array(rows, np.intp)
+        self._headers[at, : len(form)] = batch
+        self._headers[at, _CHECKSUM] = 0
+
+    def clear(self, rows: Sequence[int]) -> None:
+        """Whatever stood in these rows, nothing is left behind what `announce` fills."""
+        if self._native is not None:
+            self._native.clear(*self._place, self._width, rows)
+            return
+        self._headers[np.array(rows, np.intp), self._width : HEADER_BYTES] = 0
+
+    def complete(self, rows: Sequence[int]) -> None:
+        """All that is to be in these rows is there."""
+        if self._native is not None:
+            self._native.set_states(*self._place, rows, COMPLETE)
+            return
+        states = self._headers[:, _STATE].view("<u4")[:, 0]
+        states[np.array(rows, np.intp)] = COMPLETE
+
+
+def _native() -> ModuleType | None:
+    try:
+        from backends import _headers
+    except ImportError:
+        return None
+    return _headers
 
 
 def read_header(header: Bytes) -> BlockHeader:

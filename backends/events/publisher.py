@@ -22,7 +22,7 @@ import msgspec
 import zmq
 
 from backends.errors import KvquayError
-from backends.events.wire import BlockRemoved, BlockStored, EventBatch
+from backends.events.wire import AllBlocksCleared, Event, EventBatch
 
 END: Final = (-1).to_bytes(8, "big", signed=True)
 _WAKE_S: Final = 0.02
@@ -112,12 +112,16 @@ class Publisher:
             "event_batches_replayed": self._replayed,
         }
 
-    def publish(self, events: Sequence[BlockStored | BlockRemoved]) -> None:
+    def publish(self, events: Sequence[Event]) -> None:
         """Send a batch after those before it, or drop it where too many wait. Never blocks."""
         number, self._next = self._next, self._next + 1
         if len(self._queue) >= self._settings.queue_batches or self._closing.is_set():
             self._dropped += 1
-            self._dropped_blocks += sum(len(event.block_hashes) for event in events)
+            self._dropped_blocks += sum(
+                len(event.block_hashes)
+                for event in events
+                if not isinstance(event, AllBlocksCleared)
+            )
             return
         self._queue.append((number, EventBatch(time.time(), list(events), self._rank)))
         self._wake.set()

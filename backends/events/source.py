@@ -12,9 +12,11 @@ from backends.events.wire import (
     MEDIUM_CPU,
     MEDIUM_STORAGE,
     SPEC_KINDS,
+    AllBlocksCleared,
     BlockHash,
     BlockRemoved,
     BlockStored,
+    Event,
     lowest_64_bits,
 )
 from backends.stack.observer import PRIMARY, Observer
@@ -26,7 +28,7 @@ _PARENTS_PER_ROW: Final = 4
 class Sink(Protocol):
     """Where batches go: a `Publisher`, or an engine's own one."""
 
-    def publish(self, events: Sequence[BlockStored | BlockRemoved]) -> None: ...
+    def publish(self, events: Sequence[Event]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class KvEvents(Observer):
         self._token_ids = token_ids
         self._parents: dict[bytes, bytes | None] = {}
         self._parents_most = _PARENTS_PER_ROW * rows
-        self._events: list[BlockStored | BlockRemoved] = []
+        self._events: list[Event] = []
         self._blocks = 0
 
     def admitted(self, keys: Sequence[bytes], parent: bytes | None) -> None:
@@ -137,6 +139,13 @@ class KvEvents(Observer):
         )
         self._add(event, len(hashes))
 
+    def cleared(self, tier: str) -> None:
+        place = self._place(tier)
+        event = AllBlocksCleared(
+            medium=place.medium, locality=place.locality, ownership=place.ownership
+        )
+        self._add(event, 0)
+
     def _within(self, column: int) -> bool:
         """Whether this is a further chunk of a group in an entry, beside the one that stands for
         the group: an event is about an entry's block of a group."""
@@ -154,7 +163,7 @@ class KvEvents(Observer):
             place = self._places[tier] = Place(ownership=tier)
         return place
 
-    def _add(self, event: BlockStored | BlockRemoved, blocks: int) -> None:
+    def _add(self, event: Event, blocks: int) -> None:
         self._events.append(event)
         self._count(blocks)
 

@@ -66,11 +66,25 @@ class BlockRemoved(KvEvent):
     ownership: str | None = None
 
 
+class AllBlocksCleared(KvEvent):
+    """Nothing that was said to be in a tier can be relied on any more.
+
+    vLLM's has no fields and means all tiers, and that is how who knows no more than that reads it.
+    """
+
+    medium: str | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """What one message carries. `ts` is in seconds since the epoch."""
 
     ts: float
-    events: list[BlockStored | BlockRemoved]
+    events: list[Event]
     data_parallel_rank: int | None = None
 
 

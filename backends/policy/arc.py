@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from backends.policy.keyed import KeyPolicy
 
@@ -40,6 +41,12 @@ class Arc(KeyPolicy):
         else:
             self._once[key] = None
 
+    def _put_all(self, keys: Sequence[bytes]) -> None:
+        if self._gone_once.keys().isdisjoint(keys) and self._gone_often.keys().isdisjoint(keys):
+            self._once.update(dict.fromkeys(keys))
+        else:
+            super()._put_all(keys)
+
     def _use(self, key: bytes) -> None:
         if key in self._often:
             self._often.move_to_end(key)
@@ -64,5 +71,8 @@ class Arc(KeyPolicy):
         gone[key] = None
         if len(self._once) + len(self._gone_once) > self.capacity and self._gone_once:
             self._gone_once.popitem(last=False)
-        elif len(self) + len(self._gone_once) + len(self._gone_often) > 2 * self.capacity:
+        elif (
+            len(self._once) + len(self._often) + len(self._gone_once) + len(self._gone_often)
+            >= 2 * self.capacity
+        ):
             (self._gone_often or self._gone_once).popitem(last=False)

@@ -12,59 +12,58 @@ class Chains:
     without a loop. What has lost its prefix is still known as its extension, should it come back.
     """
 
-    __slots__ = ("_extensions", "_parents")
+    __slots__ = ("extensions", "parents")
 
     def __init__(self) -> None:
-        self._parents: dict[bytes, bytes | None] = {}
+        self.parents: dict[bytes, bytes | None] = {}  # of every entry, where it is known
         # A dictionary for several, as an ordered set: which one comes first must not depend on how
         # this process hashes.
-        self._extensions: dict[bytes, bytes | dict[bytes, None]] = {}
+        self.extensions: dict[bytes, bytes | dict[bytes, None]] = {}
 
     def add(self, keys: Sequence[bytes], parent: bytes | None) -> None:
         """`keys`, at least one, came in, each the extension of the one before."""
-        self._parents[keys[0]] = parent
+        self.parents[keys[0]] = parent
         if parent is not None:
             self._extend(parent, keys[0])
         if len(keys) > 1:
             before, after = keys[:-1], keys[1:]
-            self._parents.update(zip(after, before, strict=True))
-            if self._extensions.keys().isdisjoint(before):
-                self._extensions.update(zip(before, after, strict=True))
+            self.parents.update(zip(after, before, strict=True))
+            if self.extensions.keys().isdisjoint(before):
+                self.extensions.update(zip(before, after, strict=True))
             else:
                 for prefix, key in zip(before, after, strict=True):
                     self._extend(prefix, key)
 
     def _extend(self, prefix: bytes, key: bytes) -> None:
-        found = self._extensions.get(prefix)
+        found = self.extensions.get(prefix)
         if found is None:
-            self._extensions[prefix] = key
+            self.extensions[prefix] = key
         elif isinstance(found, dict):
             found[key] = None
         else:
-            self._extensions[prefix] = {found: None, key: None}
+            self.extensions[prefix] = {found: None, key: None}
 
     def forget(self, key: bytes) -> None:
         """`key` is gone."""
-        parent = self._parents.pop(key)
+        parent = self.parents.pop(key)
         if parent is None:
             return
-        found = self._extensions[parent]
+        found = self.extensions.pop(parent)
         if isinstance(found, dict):
             del found[key]
             if found:
-                return
-        del self._extensions[parent]
+                self.extensions[parent] = found
 
     def parent(self, key: bytes) -> bytes | None:
         """The key before one that is there, where it is known; it may be gone itself."""
-        return self._parents[key]
+        return self.parents[key]
 
     def end(self, key: bytes, held: Container[bytes]) -> bytes | None:
         """What has to go first where `key` is to go: the end of one of its extensions, or itself.
 
         None where each of them ends in a key that is held, or `key` is held.
         """
-        extensions = self._extensions
+        extensions = self.extensions
         waiting = [key]
         while waiting:
             at = waiting.pop()
@@ -80,10 +79,10 @@ class Chains:
         return None
 
     def __iter__(self) -> Iterator[bytes]:
-        return iter(self._parents)
+        return iter(self.parents)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._parents
+        return key in self.parents
 
     def __len__(self) -> int:
-        return len(self._parents)
+        return len(self.parents)

@@ -7,6 +7,7 @@ extensions, the end of one of them goes in its stead, for without its prefix it 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Container, Sequence
 
 from backends.policy.base import EvictionPolicy
@@ -24,6 +25,10 @@ class KeyPolicy(EvictionPolicy):
     @abstractmethod
     def _put(self, key: bytes) -> None:
         """A key came in."""
+
+    def _put_all(self, keys: Sequence[bytes]) -> None:
+        """Keys came in, in this order."""
+        deque(map(self._put, keys), 0)
 
     @abstractmethod
     def _use(self, key: bytes) -> None:
@@ -46,12 +51,12 @@ class KeyPolicy(EvictionPolicy):
     ) -> None:
         if keys:
             self._chains.add(keys, parent)
-            for key in reversed(keys):
-                self._put(key)
+            self._put_all(keys[::-1])
 
     def touch(self, keys: Sequence[bytes], now_s: float) -> None:
+        there = self._chains.parents
         for key in reversed(keys):
-            if key in self._chains:
+            if key in there:
                 self._use(key)
 
     def victims(self, count: int, held: Container[bytes] = ()) -> list[bytes]:
@@ -60,8 +65,22 @@ class KeyPolicy(EvictionPolicy):
         spared = 0
         walked: bytes | None = None
         at: bytes | None = None
-        while len(chosen) < count and spared < len(chains):
-            candidate = self._candidate()
+        count = min(count, len(chains))
+        next_candidate, drop = self._candidate, self._drop
+        extended, parents = chains.extensions, chains.parents
+        while len(chosen) < count:
+            candidate = next_candidate()
+            if candidate not in extended and candidate not in held:
+                # An end already, as most are: see `insert`.
+                spared, walked = 0, None
+                drop(candidate, True)
+                chosen.append(candidate)
+                parent = parents.pop(candidate)
+                if parent is not None and type(found := extended.pop(parent)) is dict:
+                    del found[candidate]
+                    if found:
+                        extended[parent] = found
+                continue
             # The same candidate again: its extensions are not walked down from the top once more.
             start = at if candidate == walked and at is not None else candidate
             key = chains.end(start, held)
@@ -70,6 +89,8 @@ class KeyPolicy(EvictionPolicy):
             if key is None:
                 self._spare(candidate)
                 spared += 1
+                if spared >= len(chains):
+                    break
                 continue
             spared = 0
             walked, at = candidate, chains.parent(key)

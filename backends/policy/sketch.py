@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 from struct import Struct
+from types import ModuleType
 from typing import Final
 
 from backends.errors import ConfigError
@@ -22,42 +24,61 @@ class FrequencySketch:
     process.
     """
 
-    def __init__(self, keys: int) -> None:
-        """`keys` is about how many different ones are to be told apart."""
+    def __init__(self, keys: int, *, compiled: bool = True) -> None:
+        """`keys` is about how many different ones are to be told apart. `compiled` False: counted
+        by Python, which is what a machine without the compiled part has."""
         width = 1 << max(6, (keys - 1).bit_length() + 1)
         self._mask = width - 1
-        self._rows = [bytearray(width) for _ in range(4)]
+        self._counters = bytearray(4 * width)
+        self._rows = tuple(range(0, 4 * width, width))  # where each of the four begins
         self._left = self._every = _SEEN_PER_KEY * max(1, keys)
+        self._native = _native() if compiled else None
 
     def add(self, keys: Iterable[bytes]) -> None:
         """Count a sight of each. Only the smallest counters of a key grow (conservative update)."""
-        mask, unpack = self._mask, _NUMBERS.unpack_from
-        one, two, three, four = self._rows
-        for key in keys:
-            a, b, c, d = unpack(_digest(key))
-            a, b, c, d = a & mask, b & mask, c & mask, d & mask
-            least = min(one[a], two[b], three[c], four[d])
-            if least < _MOST:
-                if one[a] == least:
-                    one[a] += 1
-                if two[b] == least:
-                    two[b] += 1
-                if three[c] == least:
-                    three[c] += 1
-                if four[d] == least:
-                    four[d] += 1
-            self._left -= 1
+        every = list(keys)
+        if min(map(len, every), default=_NUMBERS.size) < _NUMBERS.size:
+            deque(map(_digest, every), 0)
+        start = 0
+        while start < len(every):
+            end = min(len(every), start + self._left)
+            if self._native is not None:
+                self._native.add(self._counters, every, start, end, _MOST)
+            else:
+                self._add(every[start:end])
+            self._left -= end - start
+            start = end
             if not self._left:
                 self._left = self._every
-                self._rows = [row.translate(_HALVES) for row in self._rows]
-                one, two, three, four = self._rows
+                self._counters = self._counters.translate(_HALVES)
+
+    def _add(self, keys: Sequence[bytes]) -> None:
+        counters, mask, unpack = self._counters, self._mask, _NUMBERS.unpack_from
+        for key in keys:
+            places = [
+                (number & mask) + row for number, row in zip(unpack(key), self._rows, strict=True)
+            ]
+            least = min(map(counters.__getitem__, places))
+            if least < _MOST:
+                for place in places:
+                    if counters[place] == least:
+                        counters[place] += 1
 
     def count(self, key: bytes) -> int:
         """About how often, 0 to 15; seldom too much, never too little within one halving."""
+        if self._native is not None:
+            return int(self._native.count(self._counters, _digest(key)))
         mask = self._mask
-        one, two, three, four = self._rows
-        a, b, c, d = _NUMBERS.unpack_from(_digest(key))
-        return int(min(one[a & mask], two[b & mask], three[c & mask], four[d & mask]))
+        numbers = zip(_NUMBERS.unpack_from(_digest(key)), self._rows, strict=True)
+        return int(min(self._counters[(number & mask) + row] for number, row in numbers))
+
+
+def _native() -> ModuleType | None:
+    try:
+        from backends.policy import _sketch
+    except ImportError:
+        return None
+    return _sketch
 
 
 def _digest(key: bytes) -> bytes:

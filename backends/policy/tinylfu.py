@@ -4,6 +4,7 @@ Manes, ACM ToS 2017; its segmented main part is Karedla, Love and Wherry's, Comp
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from backends.policy.keyed import KeyPolicy
 from backends.policy.sketch import FrequencySketch
@@ -21,22 +22,35 @@ class TinyLfu(KeyPolicy):
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self._sketch = FrequencySketch(capacity)
+        self._counted: tuple[bytes, int] | None = None  # of which key it is known how often
         self._window: _Order = OrderedDict()  # least recent first, as the others
         self._probation: _Order = OrderedDict()
         self._protected: _Order = OrderedDict()
         self._window_share = max(1, int(capacity * _WINDOW_SHARE))
         self._protected_share = int((capacity - self._window_share) * _PROTECTED_SHARE)
 
-    def _put(self, key: bytes) -> None:
-        self._sketch.add((key,))
-        self._window[key] = None
+    def _put_all(self, keys: Sequence[bytes]) -> None:
+        self._seen(keys)
+        window, share = self._window, self._window_share
+        if len(self) > self.capacity - 1:
+            window.update(dict.fromkeys(keys))
+            return
         # While there is room nothing competes: what the window cannot hold goes on.
-        if len(self._window) > self._window_share and len(self) <= self.capacity - 1:
-            oldest, _ = self._window.popitem(last=False)
-            self._probation[oldest] = None
+        for key in keys:
+            window[key] = None
+            if len(window) > share:
+                oldest, _ = window.popitem(last=False)
+                self._probation[oldest] = None
+
+    def _put(self, key: bytes) -> None:
+        self._put_all((key,))
+
+    def _seen(self, keys: Sequence[bytes]) -> None:
+        self._sketch.add(keys)
+        self._counted = None
 
     def _use(self, key: bytes) -> None:
-        self._sketch.add((key,))
+        self._seen((key,))
         if key in self._window:
             self._window.move_to_end(key)
         elif key in self._protected:
@@ -49,7 +63,7 @@ class TinyLfu(KeyPolicy):
                 self._probation[oldest] = None
 
     def _candidate(self) -> bytes:
-        window = self._window
+        window, count = self._window, self._sketch.count
         while True:
             main = self._probation or self._protected
             if not main:
@@ -58,7 +72,9 @@ class TinyLfu(KeyPolicy):
             if len(window) <= self._window_share:
                 return victim
             newcomer = next(iter(window))
-            if self._sketch.count(newcomer) <= self._sketch.count(victim):
+            if self._counted is None or self._counted[0] is not victim:
+                self._counted = victim, count(victim)
+            if count(newcomer) <= self._counted[1]:
                 return newcomer
             del window[newcomer]
             self._probation[newcomer] = None

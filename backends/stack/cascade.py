@@ -13,7 +13,8 @@ from typing import Final
 from backends.block import BlockKey
 from backends.stack.asks import Asker
 from backends.stack.lane import Flight, Lane
-from backends.stack.primary import NO_ROW, PrimaryIndex
+from backends.stack.primary import PrimaryIndex
+from backends.stack.rows import NO_ROW
 from backends.stack.settings import (
     WRITE_AFTER_HITS,
     WRITE_ON_EVICT,

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
 
-from backends.block import COMPLETE, WRITING, BlockKey, set_state, write_header
-from backends.stack.primary import NO_ROW
+from backends.block import HeaderRows
+from backends.stack.rows import NO_ROW
 
 
 class RowHeaders:
@@ -26,33 +27,38 @@ class RowHeaders:
         fingerprint: bytes,
         slot_lengths: Sequence[Sequence[int]],
     ) -> None:
-        self._headers: npt.NDArray[np.uint8] | None = headers
-        self._fingerprint = fingerprint
-        self._slot_lengths = slot_lengths
+        self._rows: HeaderRows | None = HeaderRows(
+            headers, fingerprint=fingerprint, slot_lengths=slot_lengths
+        )
+        # Rows in which a tier, or an earlier owner of this memory, may have left more than a header
+        # of ours. Most of a header is zeroes, and not writing them again is most of what it costs.
+        self._foreign = bytearray(b"\1") * len(headers)
 
-    def announce(self, keys: Iterable[bytes], rows: Iterable[int], group: int) -> None:
+    def announce(self, keys: Sequence[bytes], rows: Sequence[int], group: int) -> None:
         """These rows are about to be written with these keys' blocks of one group."""
-        headers, now_ns = self._headers, time.time_ns()
+        headers, foreign = self._rows, self._foreign
         assert headers is not None
-        for key, row in zip(keys, rows, strict=True):
-            if row != NO_ROW:
-                write_header(
-                    headers[row],
-                    BlockKey(key, group),
-                    fingerprint=self._fingerprint,
-                    slot_lengths=self._slot_lengths[group],
-                    created_ns=now_ns,
-                    state=WRITING,
-                )
+        if NO_ROW in rows:
+            given = [row != NO_ROW for row in rows]
+            keys, rows = list(compress(keys, given)), list(compress(rows, given))
+        unclear = list(compress(rows, map(foreign.__getitem__, rows)))
+        if unclear:
+            headers.clear(unclear)
+            for row in unclear:
+                foreign[row] = 0
+        headers.announce(keys, rows, group, time.time_ns())
 
-    def complete(self, rows: Iterable[int]) -> None:
-        """All workers have written these rows."""
-        headers = self._headers
-        assert headers is not None
+    def overwritten(self, rows: Iterable[int]) -> None:
+        """A tier may write anything to these rows, until they are announced again."""
+        foreign = self._foreign
         for row in rows:
-            if row != NO_ROW:
-                set_state(headers[row], COMPLETE)
+            foreign[row] = 1
+
+    def complete(self, rows: Sequence[int]) -> None:
+        """All workers have written these rows."""
+        assert self._rows is not None
+        self._rows.complete([row for row in rows if row != NO_ROW] if NO_ROW in rows else rows)
 
     def close(self) -> None:
         """Let the region unmap."""
-        self._headers = None
+        self._rows = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from backends.block import BlockKey
@@ -11,7 +11,7 @@ from backends.stack.measure import Breaker, LoadCost, StoreRate
 from backends.stack.observer import Observer
 from backends.stack.settings import StackSettings
 from backends.stack.unread import Unread
-from backends.tier.base import Job, JobResult, Outcome, Tier
+from backends.tier.base import NONE_EVICTED, Evicted, Job, JobResult, Lookup, Outcome, Tier
 
 
 @dataclass(slots=True)
@@ -48,6 +48,7 @@ class Lane:
             settings.breaker_failures, settings.breaker_retry_s, settings.breaker_retry_most_s
         )
         self.flights: dict[int, Flight] = {}
+        self._gone_early: list[BlockKey] = []  # evicted, and in a store that is under way
         self.storing_blocks = 0
         self.open = True
         self.remeasure_at_s = 0.0
@@ -79,13 +80,36 @@ class Lane:
         return job_id
 
     def poll(self, now_s: float) -> list[tuple[Flight, JobResult]]:
-        """Jobs that ended since the last call, counted."""
+        """Jobs that ended since the last call, counted, and what the tier has let go is told."""
+        gone = self.tier.evicted()  # before the results: what goes from now on is for the next call
         ended = []
         for result in self.tier.poll():
             flight = self.flights.pop(result.job_id)
             self._count(flight, result, now_s)
             ended.append((flight, result))
+        if self._observers and (gone is not NONE_EVICTED or self._gone_early):
+            self._tell_evicted(gone, {block for flight, _ in ended for block in flight.blocks})
         return ended
+
+    def _tell_evicted(self, gone: Evicted, ended: Collection[BlockKey]) -> None:
+        """`ended` are the blocks of jobs that are just through: those are told of already."""
+        if gone.more:
+            for observer in self._observers:
+                observer.cleared(self.name)
+        # A store that is under way, or through by now, may have brought it in before it went or
+        # after that: once it has been told to be there, the tier knows.
+        coming = {
+            block
+            for flight in self.flights.values()
+            if not flight.is_load
+            for block in flight.blocks
+        }
+        keys = [*self._gone_early, *gone.keys]
+        self._gone_early = [block for block in keys if block in coming]
+        again = [block for block in keys if block in ended]
+        answers = self.tier.lookup(again) if again else ()
+        there = {b for b, answer in zip(again, answers, strict=True) if answer is Lookup.HIT}
+        self._tell_lost([block for block in keys if block not in coming and block not in there])
 
     def _count(self, flight: Flight, result: JobResult, now_s: float) -> None:
         counters, is_load = self.counters, flight.is_load
@@ -117,7 +141,7 @@ class Lane:
                     observer.stored(self.name, group, keys)
 
     def _tell_lost(self, blocks: Sequence[BlockKey]) -> None:
-        """The tier turned out not to have these, or not whole."""
+        """The tier does not have these any more, or not whole."""
         for observer in self._observers:
             for group, keys in by_group(blocks).items():
                 observer.removed(self.name, group, keys)

@@ -8,14 +8,15 @@ room for now waits its turn, with a deadline, and is fetched ahead as room comes
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from backends.block import BlockKey
 from backends.stack.asks import Asker
 from backends.stack.lane import Flight, Lane
-from backends.stack.primary import NO_ROW, PrimaryIndex
+from backends.stack.primary import PrimaryIndex
+from backends.stack.rows import NO_ROW
 from backends.stack.settings import StackSettings
 from backends.tier.base import JobResult, Outcome
 
@@ -65,6 +66,8 @@ class Promotions:
         self._lanes = lanes
         self._asker = asker
         self._settings = settings
+        # Told of the rows that a tier is about to write to.
+        self.overwrites: Callable[[Iterable[int]], object] = lambda rows: None
         self._rows_most = max(index.groups, int(index.rows_total * settings.promotion_share))
         self._arrivals: dict[bytes, Arrival] = {}
         self._flights: dict[tuple[int, int], list[Arrival]] = {}
@@ -178,6 +181,7 @@ class Promotions:
         for number, (arrivals, blocks, into) in jobs.items():
             lane = self._lanes[number]
             lane.breaker.allows(now_s)
+            self.overwrites(into)
             for start in range(0, len(blocks), most):
                 end = start + most
                 job_id = lane.submit(

@@ -19,7 +19,8 @@ from backends.region.node.neighbours import Neighbours, Place
 from backends.region.node.reader import shared_row
 from backends.region.node.section import Section
 from backends.stack.observer import NODE, PRIMARY, Observer
-from backends.stack.primary import NO_ROW, PrimaryIndex
+from backends.stack.primary import PrimaryIndex
+from backends.stack.rows import NO_ROW
 
 _REFUSE_S: Final = 1.0  # a block that a neighbour could not give
 _FAILURES_MOST: Final = 7  # in a row, of one neighbour

@@ -13,8 +13,8 @@ class Observer:
     """Called by the stack's one thread, in the middle of its verbs: it must neither wait nor raise.
 
     `tier` is a tier's name, PRIMARY for the region. A key stands for a whole entry's block of one
-    KV-cache group. The same may be told twice, and what was there before the stack was opened, or
-    what another process does to a tier that is shared, is not told at all.
+    KV-cache group. The same may be told twice. What was there before the stack was opened, and what
+    another process does to a tier that is shared, is not told: who evicts there tells of it.
     """
 
     def admitted(self, keys: Sequence[bytes], parent: bytes | None) -> None:
@@ -25,6 +25,9 @@ class Observer:
 
     def removed(self, tier: str, group: int, keys: Sequence[bytes]) -> None:
         """These were in a tier, and are not any more."""
+
+    def cleared(self, tier: str) -> None:
+        """Any of what was in a tier may have gone: it is not known which."""
 
     def stepped(self) -> None:
         """The stack has taken in what there was: once or more an engine step."""

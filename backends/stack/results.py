@@ -25,9 +25,10 @@ class Found(NamedTuple):
     @property
     def hits(self) -> int:
         """How many leading keys are HIT."""
-        return next(
-            (n for n, a in enumerate(self.answers) if a is not Lookup.HIT), len(self.answers)
-        )
+        answers = self.answers
+        if answers.count(Lookup.HIT) == len(answers):
+            return len(answers)
+        return next(n for n, answer in enumerate(answers) if answer is not Lookup.HIT)
 
     @property
     def waits(self) -> bool:

@@ -15,12 +15,8 @@ and `close` waits, neither for a tier nor for a lock.
 
 from __future__ import annotations
 
-import math
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict
-from itertools import repeat
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from backends.errors import ConfigError, TierError
@@ -33,12 +29,15 @@ from backends.stack.counters import TierCounters
 from backends.stack.headers import RowHeaders
 from backends.stack.hybrid import HybridLookup
 from backends.stack.lane import Lane
-from backends.stack.loads import Promotions, Run
+from backends.stack.loads import Promotions
 from backends.stack.measure import EngineSpeed
 from backends.stack.observer import Observer
-from backends.stack.primary import NO_ROW, Admitted, PrimaryCounters, PrimaryIndex
+from backends.stack.primary import PrimaryCounters, PrimaryIndex
+from backends.stack.report import region_report, tier_reports
 from backends.stack.results import Found, Loading, Storing
 from backends.stack.settings import StackSettings
+from backends.stack.stores import Stores
+from backends.stack.whole import WholeLookup
 from backends.stack.windows import Reach, Windows
 from backends.tier.base import Lookup, Tier
 
@@ -92,11 +91,9 @@ class TierStack:
         if tiers:
             self._index.spill = self._spill
         self._headers = headers
+        if headers is not None:
+            self._loads.overwrites = headers.overwritten
         self._rows_ahead = int(rows * settings.evict_ahead) if self._cascade.spills else 0
-        self._storing: dict[bytes, float] = {}
-        # Where groups keep windows, those in which an entry is being stored.
-        self._given: dict[bytes, Sequence[int]] = {}
-        self._doomed: set[bytes] = set()
         self._sweep_at_s = 0.0
         self.clock = clock
         self._now = now
@@ -123,6 +120,10 @@ class TierStack:
             self._hybrid = HybridLookup(
                 self._index, self._windows, self._asker, self._loads, self._below, self._coming
             )
+        self._whole = WholeLookup(
+            self._index, node, self._loads, self._below if tiers else None, self._coming
+        )
+        self._stores = Stores(self._index, self._windows, headers, node, settings.engine_timeout_s)
 
     @property
     def index(self) -> PrimaryIndex:
@@ -178,38 +179,16 @@ class TierStack:
         if index.all_ready(keys, groups):
             self._count_lookup(keys, len(keys))
             return Found([_HIT] * len(keys), None)
-        now_s = self._now()
-        there = index.ready(keys, groups)
-        if self._node is not None:
-            there = self._node.reach(keys, groups, there)
-        answers = [_HIT if ready else Lookup.MISS for ready in there]
-        until_s: list[float] = []
-        absent: list[int] = []
-        for at, key in enumerate(keys):
-            if there[at]:
-                continue
-            deadline_s = self._coming(key)
-            if self._loads.waited(key, now_s) or (deadline_s is None and index.leaving(key)):
-                break
-            if deadline_s is None and not index.present(key, groups):
-                absent.append(at)
-            elif deadline_s is None or deadline_s > now_s:
-                answers[at] = Lookup.PENDING
-                until_s.append(now_s if deadline_s is None else deadline_s)
-            else:
-                break
-        if absent and self._lanes:
-            run = Run(keys, groups, first, parent, {})
-            self._below.find(run, absent, answers, until_s, {*keys, *keep}, now_s, self.clock())
-        found = Found(answers, max(until_s, default=None))
+        found = self._whole.find(keys, groups, first, parent, keep, self._now(), self.clock())
         if not found.waits:
             self._count_lookup(keys, found.hits)
         return found
 
     def _coming(self, key: bytes) -> float | None:
         """When the wait for a key that is on its way is over; None if it is not."""
-        if key in self._storing:
-            return -math.inf if key in self._doomed else self._storing[key]
+        stored_s = self._stores.deadline_s(key)
+        if stored_s is not None:
+            return stored_s
         leaves_s = self._cascade.leaves_s(key)
         return self._loads.deadline_s(key) if leaves_s is None else leaves_s
 
@@ -302,66 +281,17 @@ class TierStack:
         `parted` of its keys it parted from other requests, as the lookup said. `held_from` has, by
         group, the first key whose bytes the engine holds.
         """
-        index = self._index
-        if groups is None and self._windows is not None:
-            return self._store_windowed(self._windows, keys, first, parent, keep, parted, held_from)
-        groups = index.every_group if groups is None else groups
-        elsewhere = () if self._node is None else self._node.reserve(keys, groups)
-        admitted = index.admit(
+        return self._stores.begin(
             keys,
             groups,
+            self._now(),
             self.clock(),
             first=first,
             parent=parent,
             keep=keep,
-            weigh=True,
-            elsewhere=elsewhere,
+            parted=parted,
+            held_from=held_from,
         )
-        if self._node is not None:
-            self._node.reserved(admitted.keys)
-        return self._announced(admitted, groups)
-
-    def _announced(self, admitted: Admitted, groups: Sequence[int]) -> Storing:
-        new = admitted.keys
-        if new:
-            until_s = self._now() + self._settings.engine_timeout_s
-            self._storing.update(dict.fromkeys(new, until_s))
-            if self._headers is not None:
-                for group, rows in zip(groups, admitted.rows, strict=True):
-                    self._headers.announce(new, rows, group)
-        return Storing(new, admitted.rows, admitted.evicted, admitted.short)
-
-    def _store_windowed(
-        self,
-        windows: Windows,
-        keys: Sequence[bytes],
-        first: int,
-        parent: bytes | None,
-        keep: Collection[bytes],
-        parted: int,
-        held_from: Sequence[int],
-    ) -> Storing:
-        groups, columns = self._index.every_group, list[Sequence[int]]()
-
-        def wanted(count: int) -> list[Sequence[int]]:
-            columns[:] = windows.to_store(keys, count, parted, held_from)
-            return columns
-
-        admitted = self._index.admit_rows(
-            keys,
-            groups,
-            wanted,
-            self.clock(),
-            first=first,
-            parent=parent,
-            keep=keep,
-            weigh=True,
-        )
-        windows.leave(keys, columns)
-        rows_of = zip(*admitted.rows, strict=True)
-        for key, rows in zip(admitted.keys, rows_of, strict=True):
-            self._given[key] = [group for group in groups if rows[group] != NO_ROW]
-        return self._announced(admitted, groups)
 
     def _spill(self, victims: list[bytes]) -> Collection[bytes]:
         return self._cascade.spill(victims, self._now())
@@ -375,39 +305,9 @@ class TierStack:
     ) -> None:
         """All ranks have written these, but for `failed`, which some rank could not: those are
         nowhere. Any part of what `prepare_store` gave, in any order."""
-        index = self._index
-        groups = index.every_group if groups is None else groups
-        if failed or self._doomed:
-            lost = {*failed, *self._doomed.intersection(keys)}
-            self._doomed -= lost
-            for of_lost, own in self._given_out([key for key in keys if key in lost], groups):
-                index.free(index.take_back(of_lost, own))
-            if self._node is not None:
-                self._node.given_up(lost, groups)
-            for key in lost:
-                self._storing.pop(key, None)
-            keys = [key for key in keys if key not in lost]
-        deque(map(self._storing.pop, keys, repeat(0.0)), 0)
-        index.counters.stored += len(keys)
-        for of_keys, own in self._given_out(keys, groups):
-            for of_group in index.commit(of_keys, own):
-                index.written(of_group)
-                if self._headers is not None:
-                    self._headers.complete(of_group)
+        stored = self._stores.end(keys, failed, groups)
         if self._lanes:
-            self._cascade.arrived(keys, REGION, self._now())
-
-    def _given_out(
-        self, keys: Sequence[bytes], groups: Sequence[int]
-    ) -> Iterable[tuple[Sequence[bytes], Sequence[int]]]:
-        """These, by the groups in which they were to be stored. Others of their groups may be on
-        their way in from a tier meanwhile."""
-        if not self._given:
-            return [(keys, groups)]
-        found: dict[tuple[int, ...], list[bytes]] = {}
-        for key in keys:
-            found.setdefault(tuple(self._given.pop(key, groups)), []).append(key)
-        return [(of_keys, own) for own, of_keys in found.items()]
+            self._cascade.arrived(stored, REGION, self._now())
 
     def step(self) -> None:
         """Take in what the tiers have finished, and begin what there is room for now."""
@@ -459,31 +359,11 @@ class TierStack:
 
     def region_report(self) -> dict[str, Any]:
         """The region's counts in entries, and what it holds in rows, in plain JSON types."""
-        index = self._index
-        return asdict(index.counters) | {
-            "never_read": index.unread.count,
-            "rows": index.rows_total,
-            "rows_used": index.rows_used,
-            "rows_pinned": index.rows_pinned,
-            "node": None if self._node is None else self._node.report(),
-        }
+        return region_report(self._index, self._node)
 
     def report(self) -> dict[str, dict[str, Any]]:
         """Each tier's counts and what it holds, in plain JSON types."""
-        found = {}
-        for lane in self._lanes:
-            own = lane.tier.counters()
-            found[lane.name] = asdict(lane.counters) | {
-                "usage": asdict(lane.tier.usage()),
-                "never_read": lane.unread.count,
-                "evictions": own.get("evicted", 0),
-                "corrupt": own.get("corrupt", 0),
-                "edge": str(lane.edge),
-                "breaker": lane.breaker.state,
-                "breaker_opened": lane.breaker.opened,
-                "own": dict(own),
-            }
-        return found
+        return tier_reports(self._lanes)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until everything that is under way has ended, along all edges; False if a tier did
@@ -512,7 +392,7 @@ class TierStack:
     def reset(self) -> None:
         """Forget the region's blocks, those that are on their way included: what they hold is no
         longer right. The tiers keep theirs."""
-        self._doomed.update(self._storing)
+        self._stores.doom()
         self._loads.reset(self._now())
         self._asker.clear()
         self._cascade.gone(set(self._index.ready_keys()))

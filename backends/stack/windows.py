@@ -19,7 +19,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
 from backends.block import BlockKey
-from backends.stack.primary import NO_ROW, PrimaryIndex
+from backends.stack.primary import PrimaryIndex
+from backends.stack.rows import NO_ROW
 
 _REMEMBERED_PER_ROW: Final = 2
 

@@ -20,6 +20,7 @@ from orchestrator import __version__, object_store
 from orchestrator.doctor.bounded import Bounds, Interrupted, NoAnswer, Stop
 from orchestrator.doctor.disk import measure_path
 from orchestrator.doctor.host import check_host, machine_figures
+from orchestrator.doctor.loads import measure_disk_loads
 from orchestrator.doctor.notes import Notes, failed
 from orchestrator.doctor.objects import measure_store
 from orchestrator.doctor.result import (
@@ -49,7 +50,14 @@ DISKS_S: Final = 4.0
 FS_LIMIT_S: Final = 2.0
 """Of a path, beside its share of the time in which it is measured."""
 STORE_S: Final = 1.5
+LOADS_S: Final = 3.0
+"""Of a tier in batches."""
 _LEAST_S: Final = 0.2
+
+_DISK_HANGS: Final = (
+    "a disk or a network filesystem that hangs: look at its server, its mount options and dmesg, "
+    "or leave the path out of tiers.stack.fs.paths"
+)
 
 # Checks of ours that say in more detail what a problem with these keys says.
 _SAME: Final = (
@@ -167,10 +175,13 @@ def _measure_tiers(
     for name, given in lower_tiers(plan.settings).items():
         settings = TierRegistry().find(name).settings(given)
         if name == DISKS:
-            yield FsFigures(
-                block_bytes=sample.block_bytes,
-                paths=tuple(_measure_disks(settings, sample, bounds, view, checks)),
-            )
+            paths = tuple(_measure_disks(settings, sample, bounds, view, checks))
+            usable = [path.path for path in paths if path.load_bytes_per_s]
+            curve = None
+            if usable:
+                probe = _disk_loads_probe(settings, usable, sample)
+                curve = _run(probe, bounds, view, checks)
+            yield FsFigures(block_bytes=sample.block_bytes, paths=paths, load_curve=curve)
         elif name == object_store.NAME:
             found = _run(_store_probe(plan, job, settings, sample), bounds, view, checks)
             yield found or ObjectFigures(url=settings.url, block_bytes=sample.block_bytes)
@@ -192,18 +203,24 @@ def _measure_disks(
             FS_LIMIT_S + 6 * seconds,
             call,
             path,
-            "a disk or a network filesystem that hangs: look at its server, its mount options and "
-            "dmesg, or leave the path out of tiers.stack.fs.paths",
+            _DISK_HANGS,
         )
         found = _run(probe, bounds, view, checks)
         yield found or PathFigures(path=path, o_direct=False)
+
+
+def _disk_loads_probe(settings: Any, paths: Sequence[str], sample: Sample) -> Probe:
+    def call(notes: Notes, stop: Stop) -> Any:
+        return measure_disk_loads(settings, paths, sample, notes, stop, LOADS_S)
+
+    return Probe("fs loads", "fs", FS_LIMIT_S + 3 * LOADS_S, call, hung=_DISK_HANGS)
 
 
 def _store_probe(plan: Plan, job: Job, settings: Any, sample: Sample) -> Probe:
     way = object_store.way(plan.settings.tiers.stack.object)
 
     def call(notes: Notes, stop: Stop) -> ObjectFigures:
-        return measure_store(settings, way, job.environment, sample, notes, stop, STORE_S)
+        return measure_store(settings, way, job.environment, sample, notes, stop, STORE_S, LOADS_S)
 
     return Probe(
         f"object {settings.url}",

@@ -7,6 +7,7 @@ cache that has run for a while hands them out.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 from functools import partial
@@ -18,12 +19,14 @@ import torch
 
 from backends import machine
 from backends.copy import GroupCopier, available_kernels
+from backends.errors import RegionError
 from backends.layout import WorkerGroup, worker_groups
 from backends.units import format_size
 from orchestrator.doctor.bounded import Stop
 from orchestrator.doctor.drive import Measured, drive
 from orchestrator.doctor.notes import Notes
 from orchestrator.doctor.result import MemoryFigures
+from orchestrator.doctor.steps import measure_steps
 from orchestrator.engine.kv import PagedKv
 from orchestrator.plan import Plan
 
@@ -79,6 +82,11 @@ def measure_memory(plan: Plan, notes: Notes, stop: Stop, seconds: float) -> Memo
         together_bytes_per_s = together.bytes_per_s if together else None
     for each in copies:
         each.close()
+    steps = None
+    if engine.device == "cpu":
+        notes.doing("copying some chunks a step")
+        with contextlib.suppress(RegionError):  # no room for another region: no figure
+            steps = measure_steps(plan, stop, 3 * seconds)
     figures = MemoryFigures(
         chunk_bytes=one.chunk_bytes,
         kernel=one.kernel,
@@ -90,6 +98,9 @@ def measure_memory(plan: Plan, notes: Notes, stop: Stop, seconds: float) -> Memo
         together_bytes_per_s=together_bytes_per_s,
         store_latency_s=store_one.latency_s if store_one else None,
         load_latency_s=load_one.latency_s if load_one else None,
+        step_workers=steps.workers if steps else None,
+        step_chunk_bytes=steps.chunk_bytes if steps else None,
+        load_curve=steps.load if steps else None,
     )
     _tell(figures, notes)
     return figures

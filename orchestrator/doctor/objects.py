@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Final
 
+import msgspec
+
 from backends.errors import TierError
 from backends.tier.filesystem.transfer import Scratch
 from backends.tier.filesystem.writer import Writer, parse_writer, this_writer
@@ -20,13 +22,15 @@ from backends.tier.object.doctor import (
     why_no_connection,
 )
 from backends.tier.object.faults import Sick, StoreFault
-from backends.tier.object.settings import ObjectSettings
+from backends.tier.object.settings import UNBOUNDED, ObjectSettings
+from backends.tier.object.tier import ObjectTier
 from orchestrator import object_store
 from orchestrator.doctor.bounded import Stop
 from orchestrator.doctor.drive import alternate, drive, rates
+from orchestrator.doctor.loads import PLACE, LoadBench
 from orchestrator.doctor.notes import Notes
 from orchestrator.doctor.places import Directory
-from orchestrator.doctor.result import ObjectFigures, Transfers
+from orchestrator.doctor.result import Curve, ObjectFigures, Transfers
 from orchestrator.doctor.sample import Sample
 from orchestrator.doctor.uploads import OLD_S, check_leftovers
 
@@ -53,16 +57,18 @@ def measure_store(
     notes: Notes,
     stop: Stop,
     seconds: float,
+    loads_s: float,
 ) -> ObjectFigures:
-    """Everything about the store; storing and loading take about `seconds` each. What is wrong
-    stands in `notes`, in checks `object.*`. `way` tells in words how it is reached."""
+    """Everything about the store; storing and loading take about `seconds` each, loading through
+    the tier `loads_s`. What is wrong stands in `notes`, in checks `object.*`. `way` tells in words
+    how it is reached."""
     nothing = ObjectFigures(url=settings.url, block_bytes=sample.block_bytes)
     problems = list(object_store.check_credentials(settings, environment))
     for problem in problems:
         notes.fail("object.credentials", f"{problem.key} {problem.limit}", "", problem.fix)
     if problems:
         return nothing
-    store = _Store(_hasty(settings), way, sample, notes, stop, seconds)
+    store = _Store(_hasty(settings), way, sample, notes, stop, seconds, loads_s)
     try:
         with _directory(settings):
             return store.measure() or nothing
@@ -105,8 +111,10 @@ class _Store:
         notes: Notes,
         stop: Stop,
         seconds: float,
+        loads_s: float,
     ) -> None:
         self._settings = settings
+        self._loads_s = loads_s
         self._way = way
         self._sample = sample
         self._notes = notes
@@ -114,6 +122,7 @@ class _Store:
         self._seconds = seconds
         self._rows = Scratch(sample.block_bytes)
         self._wrong: list[str] = []
+        self._has_tier = False
         self._bench: ObjectBench
 
     def measure(self) -> ObjectFigures | None:
@@ -127,6 +136,7 @@ class _Store:
                 self._sweep(owner)
                 skew_s = self._check_clock()
                 figures = self._transfers(conditional, skew_s)
+                figures = msgspec.structs.replace(figures, load_curve=self._loads(owner))
             except StoreFault as error:
                 self._notes.fail(
                     "object.requests",
@@ -288,6 +298,20 @@ class _Store:
             **rates(together),
         )
 
+    def _loads(self, owner: Writer) -> Curve | None:
+        """Through a tier of our own, which stands where this doctor's objects are."""
+        if self._settings.scheme == "memory" or self._stop.asked():
+            return None
+        self._has_tier = True
+        own = replace(
+            self._settings,
+            url=f"{self._settings.url.rstrip('/')}/{PLACE}/{owner.name}",
+            capacity=UNBOUNDED,
+            placement="per_replica",
+        )
+        bench = LoadBench(self._sample, self._notes, self._stop, self._loads_s)
+        return bench.measure("object", lambda context: ObjectTier(context, own))
+
     def _put(self, number: int) -> None:
         row = self._rows.get()
         self._sample.fill(row, number)
@@ -306,6 +330,9 @@ class _Store:
     def _delete(self) -> None:
         """Whatever was put, also after a failure or a signal; what stays, the next doctor finds."""
         names = self._bench.names
+        if self._has_tier:
+            with contextlib.suppress(StoreFault):
+                names = self._bench.listed()
         if not names:
             return
         self._notes.doing("removing what was measured with")

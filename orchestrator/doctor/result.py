@@ -14,7 +14,7 @@ import msgspec
 from backends.errors import KvquayError
 
 FILE: Final = "doctor.json"
-FORMAT: Final = 1
+FORMAT: Final = 2
 
 Verdict = Literal["ok", "warn", "fail"]
 
@@ -41,6 +41,24 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True):
     p50: float
     p99: float
     mean: float
+
+
+class Point(msgspec.Struct, frozen=True, kw_only=True):
+    """Batches of so many blocks: how many of them were measured, and what they took."""
+
+    blocks: int
+    count: int
+    mean: float
+    p50: float
+
+
+class Curve(msgspec.Struct, frozen=True, kw_only=True):
+    """Latency of a batch by its number of blocks, with a pause before each batch. `points` ascend;
+    `fixed_s + blocks * per_block_s` is the line through them."""
+
+    fixed_s: float
+    per_block_s: float
+    points: tuple[Point, ...]
 
 
 class Transfers(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +102,9 @@ class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
     `store` is tensors to row, `load` row to tensors, each of chunks one after another;
     `copy_bytes_per_s` is that of as many bytes stored as loaded. `together_bytes_per_s` is that of
     `workers` at once, all of this node's: what they do to each other is in it.
+
+    `load_curve` is what a step's loads take, by chunks of `step_chunk_bytes`, with `step_workers`
+    at once: the ranks of one replica on this node, each a process; null for CUDA devices.
     """
 
     chunk_bytes: int
@@ -96,6 +117,9 @@ class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
     together_bytes_per_s: float | None = None
     store_latency_s: Latency | None = None
     load_latency_s: Latency | None = None
+    step_workers: int | None = None
+    step_chunk_bytes: int | None = None
+    load_curve: Curve | None = None
 
 
 class PathFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,17 +142,20 @@ class PathFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FsFigures(msgspec.Struct, frozen=True, kw_only=True, tag_field="name", tag="fs"):
-    """The filesystem tier, path by path, measured one after another."""
+    """The filesystem tier, path by path, measured one after another. `load_curve` is the tier's own
+    latency, all paths together, in batches."""
 
     block_bytes: int
     paths: tuple[PathFigures, ...] = ()
+    load_curve: Curve | None = None
 
 
 class ObjectFigures(msgspec.Struct, frozen=True, kw_only=True, tag_field="name", tag="object"):
     """The object tier: whole blocks at the tier's depth; `alone` is the same with one at a time.
 
     `latency_s` is of a request for a block's size, which is what a lookup costs. `clock_skew_s` is
-    the store's clock less this machine's; the store may tell whole seconds only.
+    the store's clock less this machine's; the store may tell whole seconds only. `load_curve` is
+    the tier's own latency, in batches.
     """
 
     url: str
@@ -142,6 +169,7 @@ class ObjectFigures(msgspec.Struct, frozen=True, kw_only=True, tag_field="name",
     conditional_put: bool | None = None
     clock_skew_s: float | None = None
     alone: Transfers | None = None
+    load_curve: Curve | None = None
 
 
 TierFigures = FsFigures | ObjectFigures

@@ -24,6 +24,7 @@ class Sample:
     """Blocks by number. No two hold the same page, and nothing of one can be made smaller."""
 
     def __init__(self, plan: Plan) -> None:
+        self.plan = plan
         self.block_bytes = plan.region.row_bytes
         self._fingerprint = bytes.fromhex(plan.fingerprint)
         self._slots = [plan.region.slot_bytes] * plan.slots
@@ -46,7 +47,7 @@ class Sample:
         row[block.HEADER_BYTES :].view(np.uint64)[::_PAGE_WORDS] = number
         block.write_header(
             row,
-            self._key(number),
+            self.key(number),
             fingerprint=self._fingerprint,
             slot_lengths=self._slots,
             created_ns=time.time_ns(),
@@ -57,7 +58,7 @@ class Sample:
     def wrong(self, row: Bytes, number: int) -> str | None:
         """Why what was read is not the block of a number; None if it is, to the last byte."""
         stored_bytes = self.block_bytes - block.HEADER_BYTES
-        return block.check(row, self._key(number), self._fingerprint, stored_bytes)
+        return block.check(row, self.key(number), self._fingerprint, stored_bytes)
 
-    def _key(self, number: int) -> BlockKey:
+    def key(self, number: int) -> BlockKey:
         return BlockKey(self._token + number.to_bytes(_KEY_BYTES, "little"), 0)

@@ -1,14 +1,18 @@
-"""How long transfers take, as `doctor.json` says: what one waits for, and what comes behind it.
+"""How long transfers take, as `doctor.json` says.
 
-A batch of n blocks of b bytes takes the latency of a lone block, and (n - 1) * b / bandwidth more,
-where the bandwidth is that of as many blocks at a time as the tier has under way.
+Loads take what the doctor found for batches of so many blocks; between two numbers that it measured
+latency goes straight, and behind the last as between the last two. Stores, and loads where there is
+no such curve, take the latency of a lone block, and (n - 1) * b / bandwidth more for n blocks of b
+bytes, where the bandwidth is that of as many blocks at a time as the tier has under way.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from orchestrator.doctor.result import (
+    Curve,
     Latency,
     ObjectFigures,
     PathFigures,
@@ -19,14 +23,43 @@ from orchestrator.doctor.result import (
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One direction of one tier: `first_s` for a lone block, `block_s` for each further one."""
+    """One direction of one tier: `first_s` for a lone block, `block_s` for each further one.
+    `measured`: seconds of batches by their number of blocks, ascending, which come before these."""
 
     first_s: float = 0.0
     block_s: float = 0.0
+    measured: tuple[tuple[int, float], ...] = ()
 
-    def seconds(self, blocks: int) -> float:
-        """From submit to the end of a batch, where nothing else is under way."""
-        return self.first_s + (blocks - 1) * self.block_s if blocks else 0.0
+    @classmethod
+    def of(cls, curve: Curve, scale: float = 1.0) -> Transfer:
+        """`scale`: how much larger blocks are than those that were measured; what a batch takes
+        for its blocks grows with it, and what it takes at all does not."""
+        points = [
+            (point.blocks, max(0.0, point.mean - curve.fixed_s) * scale + curve.fixed_s)
+            for point in curve.points
+        ]
+        if points[0][0] != 1:
+            points.insert(0, (1, curve.fixed_s + curve.per_block_s * scale))
+        more_s = curve.per_block_s * scale
+        if len(points) > 1:
+            (before, before_s), (last, last_s) = points[-2:]
+            more_s = max(0.0, last_s - before_s) / (last - before)
+        return cls(points[0][1], more_s, tuple(points))
+
+    def seconds(self, blocks: float) -> float:
+        """From submit to the end of a batch, where nothing else is under way. Less than one block
+        counts as one."""
+        if not blocks:
+            return 0.0
+        points = self.measured or ((1, self.first_s),)
+        if blocks <= 1:
+            return self.first_s
+        at = bisect_left(points, blocks, key=lambda point: point[0])
+        if at == len(points):
+            last, last_s = points[-1]
+            return last_s + (blocks - last) * self.block_s
+        (low, low_s), (high, high_s) = points[at - 1], points[at]
+        return low_s + (blocks - low) / (high - low) * (high_s - low_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +90,7 @@ class Timing:
 
     def copied_s(self, load_bytes: int) -> float:
         """A worker's copy of so many bytes out of the region, in one step."""
-        further_bytes = max(0, load_bytes - self.chunk_bytes)
-        return self.copy.first_s + further_bytes / self.chunk_bytes * self.copy.block_s
+        return self.copy.seconds(load_bytes / self.chunk_bytes)
 
 
 NO_TIME = Timing({})
@@ -70,6 +102,8 @@ def read_timing(result: Result, row_bytes: int) -> Timing:
     memory = result.memory
     if memory is None:
         return Timing(tiers)
+    if memory.load_curve is not None and memory.step_chunk_bytes:
+        return Timing(tiers, Transfer.of(memory.load_curve), memory.step_chunk_bytes)
     rate = memory.load_bytes_per_s or memory.copy_bytes_per_s
     chunk_s = memory.chunk_bytes / rate if rate else 0.0
     first_s = chunk_s if memory.load_latency_s is None else memory.load_latency_s.mean
@@ -86,9 +120,10 @@ def _tier(tier: TierFigures, row_bytes: int) -> TierTiming:
     else:
         parts = tier.paths
     scale = row_bytes / tier.block_bytes
-    return TierTiming(
-        _transfer("store", parts, row_bytes, scale), _transfer("load", parts, row_bytes, scale)
-    )
+    store, curve = _transfer("store", parts, row_bytes, scale), tier.load_curve
+    if curve is not None:
+        return TierTiming(store, Transfer.of(curve, scale))
+    return TierTiming(store, _transfer("load", parts, row_bytes, scale))
 
 
 def _transfer(

@@ -27,7 +27,17 @@ from backends.testing import (
     TierConformance,
 )
 from backends.testing.wrapper import TierWrapper
-from backends.tier.base import Bytes, Job, JobResult, Lookup, Outcome, Tier, TierContext, Usage
+from backends.tier.base import (
+    Bytes,
+    Evicted,
+    Job,
+    JobResult,
+    Lookup,
+    Outcome,
+    Tier,
+    TierContext,
+    Usage,
+)
 
 
 class Broken(TierConformance):
@@ -106,6 +116,32 @@ class TestLeavesDamageThere(Broken):
         "test_a_wrong_block_is_found_and_mended",
         "test_a_wrong_block_nobody_has_read_does_not_stay",
     )
+
+
+class TellsEvictionsAgain(MemoryTier):
+    told: tuple[BlockKey, ...] = ()
+
+    def evicted(self) -> Evicted:
+        self.told += tuple(super().evicted().keys)
+        return Evicted(self.told, False)
+
+
+class TestTellsEvictionsAgain(Broken):
+    harness_type = memory(TellsEvictionsAgain)
+    caught_by = ("test_what_is_driven_out_is_told_once_and_is_gone",)
+
+
+class TellsWhatIsStillThere(MemoryTier):
+    def forget(self, key: BlockKey, *, evicted: bool = False) -> None:
+        super().forget(key, evicted=evicted)
+        if evicted:
+            self._gone.take()
+            self._gone.add(stored for stored, _ in self._own()[-1:])
+
+
+class TestTellsWhatIsStillThere(Broken):
+    harness_type = memory(TellsWhatIsStillThere)
+    caught_by = ("test_what_is_driven_out_is_told_once_and_is_gone",)
 
 
 class LookupWaits(MemoryTier):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from backends.block import (
     SLOTS_MAX,
     WRITING,
     BlockKey,
+    HeaderRows,
     check,
     check_row,
     holds,
@@ -229,3 +231,66 @@ def test_what_does_not_fit_a_header_is_an_error(changes: dict[str, object], reas
     arguments.update(changes)
     with pytest.raises(ConfigError, match=reason):
         write_header(np.zeros(HEADER_BYTES, np.uint8), **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@given(
+    st.lists(st.binary(max_size=HASH_BYTES_MAX), max_size=9),
+    st.integers(0, 1),
+    st.lists(st.integers(0, 2), min_size=1, max_size=3),
+)
+@settings(max_examples=60)
+def test_headers_that_are_filled_together_are_those_that_are_filled_one_by_one(
+    compiled: bool, hashes: list[bytes], group: int, slots: list[int]
+) -> None:
+    lengths = [[4096] * 3, [7] * len(slots)]
+    rows = np.full((16, HEADER_BYTES + 64), 0xEE, np.uint8)
+    expected = rows.copy()
+    headers = HeaderRows(rows, fingerprint=FINGERPRINT, slot_lengths=lengths, compiled=compiled)
+    order = np.random.default_rng(len(hashes)).permutation(16)[: len(hashes)].tolist()
+    headers.clear(order)
+    # Twice, the longer first: the second finds what the first and its seal have left.
+    for turn in (0, group):
+        headers.announce(hashes, order, turn, 1_700_000_000_123_456_789)
+        for row, name in zip(order, hashes, strict=True):
+            write_header(
+                expected[row],
+                BlockKey(name, turn),
+                fingerprint=FINGERPRINT,
+                slot_lengths=lengths[turn],
+                created_ns=1_700_000_000_123_456_789,
+                state=WRITING,
+            )
+        assert (rows == expected).all()
+        headers.complete(order[1:])
+        for row in order[1:]:
+            set_state(expected[row], COMPLETE)
+            seal(rows[row], 64)
+            seal(expected[row], 64)
+        assert (rows == expected).all()
+
+
+def test_a_machine_with_a_compiler_fills_headers_with_compiled_code() -> None:
+    assert find_spec("backends._headers"), "python setup.py build_ext --inplace builds it"
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_headers_that_are_filled_together_refuse_what_does_not_fit(compiled: bool) -> None:
+    rows = np.zeros((2, HEADER_BYTES), np.uint8)
+    with pytest.raises(ConfigError, match="has 5, expected 32"):
+        HeaderRows(rows, fingerprint=b"short", slot_lengths=[[1]], compiled=compiled)
+    headers = HeaderRows(
+        rows, fingerprint=FINGERPRINT, slot_lengths=[[1] * SLOTS_MAX], compiled=compiled
+    )
+    with pytest.raises(ConfigError, match="block hash has 65 bytes"):
+        headers.announce([b"a", b"x" * 65], [0, 1], 0, 1)
+    for no_row in (2, 1 << 70):
+        with pytest.raises((IndexError, OverflowError)):
+            headers.announce([b"a", b"b"], [0, no_row], 0, 1)
+        with pytest.raises((IndexError, OverflowError)):
+            headers.complete([0, no_row])
+    with pytest.raises(ValueError, match="2"):
+        headers.announce([b"a", b"b"], [0], 0, 1)
+    assert not rows.any()
+    headers.announce([b"a"], [1], 0, 1)
+    assert slot_lengths(rows[1]) == (1,) * SLOTS_MAX

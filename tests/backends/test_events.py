@@ -6,20 +6,34 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
 
+from backends.block import BlockKey
 from backends.config import KvGroup
 from backends.events.publisher import END, EventsError, Publisher, PublisherSettings
 from backends.events.source import KvEvents, Place
-from backends.events.wire import BlockRemoved, BlockStored, EventBatch, lowest_64_bits
+from backends.events.wire import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    EventBatch,
+    lowest_64_bits,
+)
 from backends.policy.lru import Lru
 from backends.stack.observer import PRIMARY
 from backends.stack.stack import TierStack
+from backends.testing import MemorySettings, MemoryTier, RowBuffer, make_context
+from backends.tier.base import Lookup
+from backends.tier.filesystem import FilesystemSettings
+from backends.tier.filesystem.tier import FilesystemTier
+from backends.tier.gone import Gone
 
 TIMEOUT_MS = 20_000
 FULL = KvGroup("full", "full", (0, 1), kv_heads=2, head_size=16, planes=2)
@@ -95,7 +109,7 @@ class Sent:
     def __init__(self) -> None:
         self.batches: list[list[Any]] = []
 
-    def publish(self, events: Sequence[BlockStored | BlockRemoved]) -> None:
+    def publish(self, events: Sequence[Event]) -> None:
         self.batches.append(list(events))
 
     @property
@@ -239,6 +253,81 @@ def test_a_parent_that_was_forgotten_is_left_out() -> None:
         ([run[0]], None),
         ([run[1]], None),
     ]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_lower_tier_is_said_to_have_is_what_it_has(tmp_path: Path, rank: int) -> None:
+    """Whatever it evicted for its capacity meanwhile, this replica's blocks or another's (`rank` 1:
+    there is one that has filled it before)."""
+    rows = RowBuffer(16, 2 * 4096)
+    settings = FilesystemSettings(
+        paths=(str(tmp_path),),
+        capacity=12 * rows.row_bytes,
+        probe_interval_s=0.01,
+        high_watermark=1.0,
+        low_watermark=1.0,
+    )
+    held: dict[Any, set[bytes]] = defaultdict(set)
+    every: list[bytes] = []
+    for replica in range(rank + 1):
+        sent = Sent()
+        tier = FilesystemTier(make_context(rows), settings)
+        stack = TierStack(
+            16,
+            Lru(16),
+            [tier],
+            observers=(KvEvents(sent, (FULL,), 64, rows=16, int_hashes=False),),
+        )
+        with closing(stack):
+            assert stack.settle(TIMEOUT_MS / 1000)
+            for n in range(8):
+                run = keys(f"r{replica}s{n}-", 0, 5)
+                every += run
+                storing = stack.prepare_store(run)
+                for key, row in zip(storing.keys, storing.rows[0], strict=True):
+                    rows.fill(row, BlockKey(key, 0))
+                stack.complete_store(storing.keys)
+                assert stack.drain(TIMEOUT_MS / 1000)
+            until_s = time.monotonic() + TIMEOUT_MS / 1000
+            while True:  # the tier's own thread may be about to tell of what it has just done
+                stack.step()
+                for event in sent.events:
+                    where = held[event.medium, event.ownership]
+                    if isinstance(event, BlockStored):
+                        where.update(event.block_hashes)
+                    else:
+                        where.difference_update(event.block_hashes)
+                sent.batches.clear()
+                answers = tier.lookup([BlockKey(key, 0) for key in every])
+                there = {k for k, a in zip(every, answers, strict=True) if a is Lookup.HIT}
+                if held["STORAGE", "fs"] == there and Lookup.PENDING not in answers:
+                    break
+                assert time.monotonic() < until_s, (held["STORAGE", "fs"] - there, there)
+                time.sleep(0.01)
+            assert 0 < len(there) <= 12
+            assert stack.report()["fs"]["evictions"] > 0
+
+
+def test_a_tier_that_has_forgotten_what_it_let_go_clears_all_that_was_said_of_it() -> None:
+    gone = Gone(most=3)
+    tier = MemoryTier(make_context(RowBuffer(4, 2 * 4096)), MemorySettings())
+    tier.evicted = gone.take  # type: ignore[method-assign]
+    sent = Sent()
+    stack = TierStack(
+        4, Lru(4), [tier], observers=(KvEvents(sent, (FULL,), 64, rows=4, int_hashes=False),)
+    )
+    with closing(stack):
+        blocks = [BlockKey(key, 0) for key in keys("a", 0, 5)]
+        gone.add(blocks[:3])
+        stack.step()
+        gone.add(blocks)
+        gone.add(blocks[:1])
+        stack.step()
+        stack.step()
+        stack.step()
+    removed, cleared = sent.events
+    assert removed.block_hashes == [block.hash for block in blocks[:3]]
+    assert cleared == AllBlocksCleared(medium="STORAGE", ownership="memory")
 
 
 # The stream.

@@ -55,10 +55,19 @@ def test_the_other_way_is_tried_again_now_and_then(monkeypatch: pytest.MonkeyPat
     now[0] += bounce._AGAIN_S + 0.1
     assert [way.bounces() for _ in range(3)] == [False, True, True]
     # The disk is another one now: it is found out, if slowly.
-    for _ in range(64):
+    for _ in range(bounce._FIRST):
         now[0] += bounce._AGAIN_S + 0.1
         settle(way, 1.0, 3.0, transfers=2)
     assert way.bounces() is False
+
+
+def test_a_disk_that_stops_for_a_moment_decides_nothing() -> None:
+    way = Way("auto")
+    for n in range(2 * bounce._FIRST):
+        bounced = way.bounces()
+        stopped = bounced and n % 8 == 1
+        way.took(ROW_BYTES, 100.0 if stopped else 1.0 if bounced else 3.0, bounced=bounced)
+    assert way.bounces() is True
 
 
 @pytest.mark.parametrize("mode", ["on", "off"])

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
+from importlib.util import find_spec
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from backends.errors import ConfigError
 from backends.policy.admission import ADMISSIONS, open_admission
@@ -147,6 +151,33 @@ def test_returns_rank_what_comes_back_above_what_does_not() -> None:
     assert all(good[at] > 3 * bad[at] for at in range(10))
     assert max(good) == good[9], "the index is greatest just before they come back"
     assert len(good) == len(EDGES_S) == BINS
+
+
+@given(st.lists(st.integers(0, 40), max_size=900), st.integers(1, 30))
+@settings(max_examples=40)
+def test_both_ways_to_count_sights_count_the_same(numbers: list[int], expected: int) -> None:
+    """Across halvings, however the sights are divided into calls."""
+    keys = [hashlib.sha256(bytes([number])).digest() for number in range(41)]
+    ours, plain = (FrequencySketch(expected, compiled=compiled) for compiled in (True, False))
+    for start in range(0, len(numbers), 130):
+        seen = [keys[number] for number in numbers[start : start + 130]]
+        ours.add(seen)
+        for key in seen:
+            plain.add((key,))
+        assert list(map(ours.count, keys)) == list(map(plain.count, keys))
+
+
+def test_a_machine_with_a_compiler_counts_sights_with_compiled_code() -> None:
+    assert find_spec("backends.policy._sketch"), "python setup.py build_ext --inplace builds it"
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_sketch_refuses_what_is_no_digest(compiled: bool) -> None:
+    sketch, digest = FrequencySketch(8, compiled=compiled), bytes(16)
+    for ask in (lambda: sketch.add([digest, bytes(15)]), lambda: sketch.count(bytes(15))):
+        with pytest.raises(ConfigError, match="a key of 15 bytes"):
+            ask()
+    assert sketch.count(digest) == 0
 
 
 def test_the_sketch_counts_and_forgets_by_halves() -> None:

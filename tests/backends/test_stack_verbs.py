@@ -6,9 +6,18 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
-from backends.block import COMPLETE, WRITING, BlockKey, holds, read_header
+from backends.block import (
+    COMPLETE,
+    HEADER_BYTES,
+    WRITING,
+    BlockKey,
+    holds,
+    read_header,
+    write_header,
+)
 from backends.errors import ConfigError, TierError
 from backends.policy.admission import open_admission
 from backends.policy.registry import PolicyRegistry
@@ -52,7 +61,7 @@ class Bench:
         tier.name = f"tier{number}"
         return tier
 
-    def open(self, rows: int | None = None) -> TierStack:
+    def open(self, rows: int | None = None, headers: RowHeaders | None = None) -> TierStack:
         count = self.rows.rows if rows is None else rows
         self.stack = TierStack(
             count,
@@ -61,6 +70,7 @@ class Bench:
             StackSettings(**self.settings),
             groups=self.groups,
             entry_bytes=self.rows.row_bytes * self.groups,
+            headers=headers,
         )
         return self.stack
 
@@ -280,6 +290,7 @@ def test_a_load_that_hangs_is_a_miss_and_its_rows_come_back_when_the_tier_lets_g
     bench.media[0].stall()
     assert stack.lookup(keys).answers == [PENDING] * 3
     assert bench.settled(keys).answers == [MISS] * 3
+    stack.step()  # its time may have passed since the last one
     assert (stack.rows_late, stack.index.rows_free) == (3, 5)
     assert len(bench.store(keys)) == 3  # computed instead, into other rows
     bench.media[0].resume()
@@ -539,6 +550,40 @@ def test_rows_are_named_before_they_are_written_and_whole_only_after() -> None:
         assert read_header(views[row]).state == WRITING
     stack.complete_store(keys)
     assert all(read_header(views[row]).state == COMPLETE for row in rows)
+
+
+def test_a_header_says_nothing_of_what_stood_in_its_row_before() -> None:
+    """Be it of an earlier owner of the memory, or of a tier that loaded into it."""
+    bench, old, new = Bench(rows=8, tiers=1), hashes("old", 4), hashes("new", 8)
+    bench.put_below(0, old)
+    every = bench.rows._rows
+    every[:] = 0xEE
+    headers = RowHeaders(every, FINGERPRINT, [[4096]])
+    stack = bench.open(headers=headers)
+    for loads in (False, True, True):
+        if loads:
+            assert bench.settled(old).hits == 4
+            [rows] = stack.prepare_load(old).rows
+            stack.complete_load(old)
+            every[rows, 1000:1008] = 0xEE  # a block of a tier that was wrong, say
+            stack.reset()
+        storing = stack.prepare_store(new)
+        assert len(storing.keys) == 8
+        for key, row in zip(storing.keys, storing.rows[0], strict=True):
+            found = every[row][:HEADER_BYTES]
+            plain = np.full(HEADER_BYTES, 0xEE, np.uint8)
+            write_header(
+                plain,
+                BlockKey(key, 0),
+                fingerprint=FINGERPRINT,
+                slot_lengths=[4096],
+                created_ns=read_header(found).created_ns,
+                state=WRITING,
+            )
+            assert (found == plain).all()
+        stack.complete_store(storing.keys, failed=storing.keys)
+        assert stack.drain(PATIENCE_S)
+    stack.close()
 
 
 def test_closing_ends_everything_while_stores_are_under_way() -> None:

@@ -54,6 +54,7 @@ def measure(
         notes,
         stop(),
         SECONDS,
+        SECONDS,
     )
     return found, notes
 
@@ -79,6 +80,7 @@ def test_a_server_is_measured_and_nothing_is_left_on_it(
         assert figures.load_bytes_per_s
     assert found.latency_s is not None
     assert found.latency_s.p50 > 0
+    assert found.load_curve is not None
     assert seaweedfs_bucket.sizes(prefix) == {}
 
 

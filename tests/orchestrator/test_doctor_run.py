@@ -50,7 +50,7 @@ QUICK_S = 0.03
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MEMORY_S", "STORE_S", "DISKS_S"):
+    for name in ("MEMORY_S", "STORE_S", "DISKS_S", "LOADS_S"):
         monkeypatch.setattr(action, name, QUICK_S)
 
 
@@ -83,10 +83,15 @@ def test_a_sound_machine_has_figures_of_everything_and_exit_status_0(
     assert found.memory.copy_bytes_per_s
     assert found.memory.together_bytes_per_s
     assert found.memory.workers == 4
+    assert found.memory.step_workers == 2
+    assert found.memory.load_curve is not None
     fs, objects = found.tiers
     assert isinstance(fs, FsFigures)
     assert isinstance(objects, ObjectFigures)
     assert [path.path for path in fs.paths] == plan.settings.tiers.stack.fs.paths
+    for curve in (fs.load_curve, objects.load_curve):
+        assert curve is not None
+        assert [point.blocks for point in curve.points][:3] == [1, 2, 4]
     assert fs.block_bytes == objects.block_bytes == plan.region.row_bytes
     names = {check.name for check in found.checks}
     assert {"memory.copy", "rendezvous", "fs.bandwidth", "object.latency"} <= names
@@ -275,9 +280,9 @@ def test_a_file_that_is_no_doctors_is_refused_with_the_reason(tmp_path: Path) ->
     with pytest.raises(DoctorError, match=r"cannot be read.*action=doctor"):
         read_result(tmp_path)
     (tmp_path / "doctor.json").write_text('{"format": 99}')
-    with pytest.raises(DoctorError, match="has format 99, expected 1"):
+    with pytest.raises(DoctorError, match="has format 99, expected 2"):
         read_result(tmp_path / "doctor.json")
-    (tmp_path / "doctor.json").write_text('{"format": 1}')
+    (tmp_path / "doctor.json").write_text('{"format": 2}')
     with pytest.raises(DoctorError, match=r"is not a doctor\.json"):
         read_result(tmp_path)
 
@@ -306,7 +311,7 @@ def test_one_that_is_stopped_in_the_middle_takes_away_what_it_wrote(
         measure_path(str(place), disk, sample, notes, stop, QUICK_S)
     else:
         store = ObjectSettings(f"file:{place}", concurrency=3)
-        measure_store(store, "", {}, sample, notes, stop, QUICK_S)
+        measure_store(store, "", {}, sample, notes, stop, QUICK_S, QUICK_S)
     assert seen
     assert seen[0] > 0
     assert not place.exists()
@@ -328,7 +333,7 @@ if sys.argv[2] == "disk":
     settings = FilesystemSettings(paths=(where,), capacity=1 << 20)
     measure_path(where, settings, sample, notes, Stop(60), 60)
 else:
-    measure_store(ObjectSettings("file:" + where), "", {}, sample, notes, Stop(60), 60)
+    measure_store(ObjectSettings("file:" + where), "", {}, sample, notes, Stop(60), 60, 60)
 """
 
 

@@ -136,6 +136,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def test_a_cleared_tier_is_all_blocks_cleared_to_vllm_s_decoder() -> None:
+    """Which knows no tiers there: it passes over what says which one it is."""
+    cleared = ours.AllBlocksCleared(medium=ours.MEDIUM_STORAGE, ownership="fs")
+    packed = msgspec.msgpack.encode(ours.EventBatch(1.5, [cleared], 3))
+    decoded = msgspec.msgpack.decode(packed, type=theirs.KVEventBatch)
+    assert decoded.events == [theirs.AllBlocksCleared()]
+
+
 def test_the_region_is_named_as_vllm_names_memory() -> None:
     sent: list[Any] = []
 

@@ -9,6 +9,7 @@ disk and on how fragmented memory is now, so both ways are timed while they are 
 from __future__ import annotations
 
 import mmap
+import statistics
 import threading
 import time
 from collections import deque
@@ -25,9 +26,9 @@ _HUGE_BYTES: Final = 2 << 20
 _MOST_BYTES: Final = 4 << 20
 # Less than this is one request or a few, whatever its pages.
 _LEAST_BYTES: Final = 32 << 10
-# So many transfers each way before one is preferred, and what the newest then counts.
-_FIRST: Final = 8
-_WEIGHT: Final = 1 / 8
+# So many transfers each way before one is preferred; their median decides, because a disk that
+# stops for a moment says nothing about the way.
+_FIRST: Final = 9
 # The way that is not preferred is tried once in so long a time.
 _AGAIN_S: Final = 2.0
 # The copy costs processor time: it has to gain that much.
@@ -39,34 +40,38 @@ class Way:
 
     def __init__(self, mode: Mode) -> None:
         self._mode = mode
-        # Nanoseconds a byte, without a buffer and with one.
+        # Seconds a byte, without a buffer and with one: the newest, and their median.
+        self._newest: tuple[deque[float], deque[float]] = (
+            deque(maxlen=_FIRST),
+            deque(maxlen=_FIRST),
+        )
         self._costs = [0.0, 0.0]
-        self._counts = [0, 0]
         self._tried_s = 0.0
 
     def bounces(self) -> bool:
         """Whether the next transfer is to go through a buffer."""
         if self._mode != "auto":
             return self._mode == "on"
-        without, with_buffer = self._counts
-        if min(without, with_buffer) < _FIRST:
-            return with_buffer < without
+        without, with_buffer = map(len, self._newest)
         now_s = time.monotonic()
+        if min(without, with_buffer) < _FIRST:
+            self._tried_s = now_s
+            return with_buffer < without
         if now_s - self._tried_s > _AGAIN_S:
             self._tried_s = now_s
             return not self._is_faster()
         return self._is_faster()
 
     def took(self, nbytes: int, spent_s: float, *, bounced: bool) -> None:
-        cost = spent_s / nbytes
-        count = self._counts[bounced] = self._counts[bounced] + 1
-        weight = max(_WEIGHT, 1 / count)
-        self._costs[bounced] += weight * (cost - self._costs[bounced])
+        newest = self._newest[bounced]
+        newest.append(spent_s / nbytes)
+        self._costs[bounced] = statistics.median_low(list(newest))
 
     def gain(self) -> float | None:
         """How many times as fast it is with a buffer; None while that is not known."""
         without, with_buffer = self._costs
-        return without / with_buffer if min(self._counts) >= _FIRST and with_buffer else None
+        known = min(map(len, self._newest)) >= _FIRST
+        return without / with_buffer if known and with_buffer else None
 
     def _is_faster(self) -> bool:
         return self._costs[0] > _GAIN * self._costs[1]
