@@ -27,13 +27,13 @@ class Pool:
         threads: int,
         run: Callable[[list[Task]], None],
         store_threads: int | None = None,
-        store_batch: int = 1,
+        batch: int = 1,
     ) -> None:
-        """`store_threads` None: `store_threads_of(threads)`. A thread is given one load, or up to
-        `store_batch` stores where more of them wait than there are threads."""
+        """`store_threads` None: `store_threads_of(threads)`. A thread is given loads or stores, up
+        to `batch` of them where more wait than there are threads."""
         self.store_threads = store_threads or store_threads_of(threads)
         self._run = run
-        self._store_batch = store_batch
+        self._batch = batch
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._loads: deque[Task] = deque()
@@ -96,13 +96,11 @@ class Pool:
         """Loads or stores, and how many threads of those that may store that takes."""
         while True:
             if self._loads:
-                tasks = [self._loads.popleft()]
+                tasks = self._take(self._loads, len(self._threads))
                 self._wake_one(self._storing)
                 return tasks, 0
             if self._stores and self._storing < self.store_threads:
-                share = len(self._stores) // self.store_threads
-                count = max(1, min(self._store_batch, share))
-                tasks = [self._stores.popleft() for _ in range(count)]
+                tasks = self._take(self._stores, self.store_threads)
                 self._wake_one(self._storing + 1)
                 return tasks, 1
             if self._stopped:
@@ -110,6 +108,10 @@ class Pool:
             self._idle += 1
             self._work.wait()
             self._idle -= 1
+
+    def _take(self, queue: deque[Task], threads: int) -> list[Task]:
+        count = max(1, min(self._batch, len(queue) // threads))
+        return [queue.popleft() for _ in range(count)]
 
     def _wake_one(self, storing: int) -> None:
         """Wake a thread that waits, if there is something that it may do."""

@@ -14,7 +14,7 @@ import pytest
 
 from backends.tier.base import Bytes
 from backends.tier.filesystem import native
-from backends.tier.filesystem.io import FileRead, FileStat, FileWrite, OsIo
+from backends.tier.filesystem.io import FileRead, FileStat, FileToRead, FileWrite, OsIo
 from backends.tier.filesystem.native import NativeIo, make_io
 
 SIZE = 3 * 4096
@@ -51,9 +51,15 @@ def put(io: OsIo, directory: int, name: str) -> OSError | None:
     return io.write_files(directory, [file], "none")[0]
 
 
-def get(io: OsIo, directory: int, path: str, before_ns: int = 0) -> tuple[FileRead, Bytes]:
+def get(
+    io: OsIo, directory: int, path: str, before_ns: int = 0, flags: int = READ
+) -> tuple[FileRead, Bytes]:
     into = page_aligned(fill=0xEE)
-    return io.read_file(directory, path, READ, into, 9 * DAY_NS + 1, before_ns), into
+    file = FileToRead(path, into, 9 * DAY_NS + 1, before_ns)
+    [read] = io.read_files(directory, flags, [file])
+    if isinstance(read, OSError):
+        raise read
+    return read, into
 
 
 def number_of(error: OSError | None) -> int | None:
@@ -72,8 +78,7 @@ def test_a_file_comes_back_as_it_was_written(
     assert (found.st_atime_ns, found.st_mtime_ns) == (5 * DAY_NS + 7, 4 * DAY_NS + 9)
     assert stat.S_IMODE(found.st_mode) == 0o600
     assert (tmp_path / "b").read_bytes() == bytes([3]) * SIZE
-    into = page_aligned(fill=0xEE)
-    read = io.read_file(directory, "a", READ | direct, into, 0, 0)
+    read, into = get(io, directory, "a", flags=READ | direct)
     assert read == FileRead(
         found.st_mode, SIZE, found.st_dev, found.st_ino, found.st_atime_ns, SIZE, None
     )
@@ -158,6 +163,31 @@ def test_nothing_leads_out_of_the_directory(
     assert whole.got == SIZE
 
 
+def test_a_file_that_cannot_be_read_does_not_keep_the_others_back(io: OsIo, directory: int) -> None:
+    assert put(io, directory, "a") is None
+    files = [FileToRead(path, page_aligned(fill=1), 0, 0) for path in ("a", "none", "a")]
+    first, missing, last = io.read_files(directory, READ, files)
+    assert isinstance(missing, FileNotFoundError)
+    for read, file in ((first, files[0]), (last, files[2])):
+        assert isinstance(read, FileRead)
+        assert (read.got, read.error) == (SIZE, None)
+        assert np.array_equal(file.into, page_aligned())
+    assert (files[1].into == 1).all()
+
+
+def test_bytes_are_the_same_through_a_bounce_buffer(io: OsIo, directory: int) -> None:
+    """Also where it is shorter than the file."""
+    for pages in (1, 2, 3):
+        buffer = page_aligned()[: 4096 * pages]
+        file = FileWrite(f"{pages}", NEW | os.O_DIRECT, page_aligned(), 0, 0)
+        assert io.write_files(directory, [file], "none", buffer) == [None]
+        into = FileToRead(f"{pages}", page_aligned(fill=1), 0, 0)
+        [read] = io.read_files(directory, READ | os.O_DIRECT, [into], buffer)
+        assert isinstance(read, FileRead)
+        assert read.got == SIZE
+        assert np.array_equal(into.into, page_aligned())
+
+
 def test_names_are_given_once(io: OsIo, directory: int, tmp_path: Path) -> None:
     for name in ("1", "2", "taken"):
         (tmp_path / name).write_text(name)
@@ -208,9 +238,11 @@ def test_compiled_code_refuses_what_it_was_not_made_for() -> None:
         with pytest.raises(TypeError):
             compiled.stat(wrong)
     with pytest.raises(TypeError):
-        compiled.write(0, [("a", 0, "no bytes", 0, 0)], "none")
+        compiled.write(0, [("a", 0, "no bytes", 0, 0)], "none", None)
+    with pytest.raises(ValueError, match="whole pages"):
+        compiled.write(0, [], "none", bytearray(4095))
     with pytest.raises((TypeError, BufferError)):
-        compiled.read(0, "a", 0, b"not to be written to", 0, 0)
+        compiled.read(0, 0, [("a", b"not to be written to", 0, 0)], None)
 
 
 def test_without_a_compiler_single_calls_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,54 +242,100 @@ done:
     return results;
 }
 
+typedef struct {
+    const char *path;
+    Py_buffer into;
+    long long used_ns, before_ns;
+    enum step step;
+    int error;
+    struct stat found;
+    Py_ssize_t got;
+} read_t;
+
+static void read_file(int directory, int flags, read_t *file, const Py_buffer *bounce)
+{
+    int fd = open_beneath(directory, file->path, flags);
+    if (fd < 0) {
+        file->step = STEP_OPEN;
+        file->error = errno;
+        return;
+    }
+    if (fstat(fd, &file->found) < 0) {
+        file->step = STEP_LATER;
+        file->error = errno;
+    } else if (S_ISREG(file->found.st_mode) && file->found.st_size == (off_t)file->into.len) {
+        Py_ssize_t got = read_whole(fd, file->into.buf, file->into.len, bounce);
+        if (got < 0) {
+            file->step = STEP_LATER;
+            file->error = errno;
+        } else {
+            file->got = got;
+            if (got == file->into.len && ns_of(file->found.st_atim) < file->before_ns) {
+                struct timespec times[2] = {timespec_of(file->used_ns), file->found.st_mtim};
+                /* A read-only disk is no reason to miss. */
+                if (futimens(fd, times) == 0)
+                    file->found.st_atim = times[0];
+            }
+        }
+    }
+    close(fd);
+}
+
 PyDoc_STRVAR(read_doc, "See _files.pyi.");
 static PyObject *files_read(PyObject *module, PyObject *arguments)
 {
     int directory, flags;
-    const char *path;
-    Py_buffer into = {0}, bounce = {0};
-    long long used_ns, before_ns;
+    PyObject *given, *results = NULL;
+    Py_buffer bounce = {0};
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "isiw*LLO&", &directory, &path, &flags, &into, &used_ns,
-                          &before_ns, take_bounce, &bounce)) {
+    if (!PyArg_ParseTuple(arguments, "iiO!O&", &directory, &flags, &PyList_Type, &given,
+                          take_bounce, &bounce))
+        return NULL;
+    PyObject *files = PyList_GetSlice(given, 0, PyList_GET_SIZE(given));
+    if (files == NULL) {
+        PyBuffer_Release(&bounce);
         return NULL;
     }
-    enum step step = STEP_DONE;
-    int error = 0;
-    Py_ssize_t got = 0;
-    struct stat found;
-    memset(&found, 0, sizeof found);
-    Py_BEGIN_ALLOW_THREADS;
-    int fd = open_beneath(directory, path, flags);
-    if (fd < 0) {
-        step = STEP_OPEN;
-        error = errno;
-    } else {
-        if (fstat(fd, &found) < 0) {
-            step = STEP_LATER;
-            error = errno;
-        } else if (S_ISREG(found.st_mode) && found.st_size == (off_t)into.len) {
-            got = read_whole(fd, into.buf, into.len, &bounce);
-            if (got < 0) {
-                step = STEP_LATER;
-                error = errno;
-                got = 0;
-            } else if (got == into.len && ns_of(found.st_atim) < before_ns) {
-                struct timespec times[2] = {timespec_of(used_ns), found.st_mtim};
-                /* A read-only disk is no reason to miss. */
-                if (futimens(fd, times) == 0)
-                    found.st_atim = times[0];
-            }
-        }
-        close(fd);
+    Py_ssize_t count = PyList_GET_SIZE(files), parsed = 0;
+    read_t *reads = PyMem_Calloc((size_t)(count ? count : 1), sizeof *reads);
+    if (reads == NULL) {
+        PyErr_NoMemory();
+        goto done;
     }
+    for (; parsed < count; parsed++) {
+        read_t *file = &reads[parsed];
+        PyObject *item = PyList_GET_ITEM(files, parsed);
+        if (!PyTuple_Check(item)) {
+            PyErr_SetString(PyExc_TypeError, "each file is given in a tuple");
+            goto done;
+        }
+        if (!PyArg_ParseTuple(item, "sw*LL", &file->path, &file->into, &file->used_ns,
+                              &file->before_ns))
+            goto done;
+    }
+    Py_BEGIN_ALLOW_THREADS;
+    for (Py_ssize_t i = 0; i < count; i++)
+        read_file(directory, flags, &reads[i], &bounce);
     Py_END_ALLOW_THREADS;
+    results = PyList_New(count);
+    for (Py_ssize_t i = 0; results && i < count; i++) {
+        const struct stat *found = &reads[i].found;
+        PyObject *one = Py_BuildValue(
+            "iiILKKLn", (int)reads[i].step, reads[i].error, (unsigned int)found->st_mode,
+            (long long)found->st_size, (unsigned long long)found->st_dev,
+            (unsigned long long)found->st_ino, (long long)ns_of(found->st_atim), reads[i].got);
+        if (one == NULL)
+            Py_CLEAR(results);
+        else
+            PyList_SET_ITEM(results, i, one);
+    }
+done:
+    for (Py_ssize_t i = 0; i < parsed; i++)
+        PyBuffer_Release(&reads[i].into);
+    PyMem_Free(reads);
     PyBuffer_Release(&bounce);
-    PyBuffer_Release(&into);
-    return Py_BuildValue("iiIL(KKK)LLn", (int)step, error, (unsigned int)found.st_mode,
-                         (long long)found.st_size, (unsigned long long)found.st_dev,
-                         (unsigned long long)found.st_ino, (unsigned long long)found.st_nlink,
-                         (long long)ns_of(found.st_atim), (long long)ns_of(found.st_mtim), got);
+    Py_DECREF(files);
+    return results;
 }
 
 /* One name in each of up to two directories. The strings belong to objects that the caller holds. */

@@ -14,19 +14,17 @@ def write(
 
 def read(
     directory: int,
-    path: str,
     flags: int,
-    into: memoryview,
-    used_ns: int,
-    before_ns: int,
+    files: list[tuple[str, memoryview, int, int]],
     bounce: memoryview | None,
     /,
-) -> tuple[int, int, int, int, tuple[int, int, int], int, int, int]:
-    """Open beneath the directory without following links, look, and, if it is a regular file of
-    `into`'s size, fill that; if it was last used before `before_ns`, say it was at `used_ns`.
+) -> list[tuple[int, int, int, int, int, int, int, int]]:
+    """For each (path, into, used_ns, before_ns): open beneath the directory without following
+    links, look, and, if it is a regular file of `into`'s size, fill that; if it was last used
+    before `before_ns`, say it was at `used_ns`. The bytes go through `bounce` where it is given.
 
     How far it came (0: to its end, 1: not opened, 2: not read), the errno of what failed, mode,
-    size, (device, inode, links), atime and mtime in ns, and the bytes that were read.
+    size, device, inode, atime in ns, and the bytes that were read.
     """
 
 def rename(names: list[tuple[int, str, int, str]], exclusive: bool, /) -> list[int]:

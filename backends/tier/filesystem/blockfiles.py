@@ -18,7 +18,7 @@ from backends.tier.base import Bytes
 from backends.tier.filesystem import naming
 from backends.tier.filesystem.bounce import Bounce
 from backends.tier.filesystem.form import BlockFormat
-from backends.tier.filesystem.io import FileRead, FileWrite
+from backends.tier.filesystem.io import FileRead, FileToRead, FileWrite
 from backends.tier.filesystem.leaves import Leaves
 from backends.tier.filesystem.ledger import Ledger
 from backends.tier.filesystem.place import Place
@@ -46,6 +46,16 @@ class Unpublished(NamedTuple):
     key: BlockKey
     block_id: int
     temporary: str
+
+
+class Wanted(NamedTuple):
+    """A block that is to be read into a row, uint8 [row_bytes]; the times as in `FileToRead`."""
+
+    key: BlockKey
+    block_id: int
+    row: Bytes
+    used_ns: int
+    before_ns: int
 
 
 class Draft(NamedTuple):
@@ -186,18 +196,32 @@ class BlockFiles:
             self._flush_names(batch, results)
         return results
 
-    def load(
-        self, key: BlockKey, block_id: int, row: Bytes, used_ns: int, touch_before_ns: int
-    ) -> int:
+    def load_all(self, wanted: Sequence[Wanted]) -> list[int | None]:
+        """`load` each where nothing is the matter; None: what the matter is has to be found out."""
+        files = [
+            FileToRead(self._path(one.key, one.block_id), one.row, one.used_ns, one.before_ns)
+            for one in wanted
+        ]
+        return [
+            None
+            if isinstance(found, OSError)
+            or found.error is not None
+            or self._wrong_read(found, one.key, one.block_id, one.row) is not None
+            else found.st_atime_ns
+            for one, found in zip(wanted, self._read_all(files, self._flags()), strict=True)
+        ]
+
+    def load(self, wanted: Wanted) -> int:
         """Read a block into a row and check it. Raises BlockWrong.
 
         Shows others that it was used at `used_ns`, if what they were shown last is older than
-        `touch_before_ns`. Gives the time that others see now.
+        `before_ns`. Gives the time that others see now.
         """
+        key, block_id, row, used_ns, before_ns = wanted
         path = self._path(key, block_id)
         found: FileRead | None = None
         try:
-            found = self._read(path, row, used_ns, touch_before_ns)
+            found = self._read(FileToRead(path, row, used_ns, before_ns))
         except OSError as error:
             if error.errno not in _NO_FILE:
                 raise
@@ -243,19 +267,23 @@ class BlockFiles:
     def _path(self, key: BlockKey, block_id: int) -> str:
         return f"{self._form.namespace.leaf(block_id)}/{naming.block_name(key)}"
 
-    def _read(self, path: str, row: Bytes, used_ns: int, touch_before_ns: int) -> FileRead:
-        root, way, nbytes = self._place.root, self._bounce.loads, 0
+    def _read(self, file: FileToRead) -> FileRead:
+        def read(flags: int) -> FileRead:
+            [found] = self._read_all([file], flags)
+            if isinstance(found, OSError):
+                raise found
+            return found
+
+        return self._opened(file.path, read)
+
+    def _read_all(self, files: Sequence[FileToRead], flags: int) -> list[FileRead | OSError]:
+        way, nbytes = self._bounce.loads, 0
         buffer = self._bounce.take(way) if self.direct.on else None
         began_s = time.perf_counter()
         try:
-            found = self._opened(
-                path,
-                lambda flags: self._io.read_file(
-                    root, path, flags, row, used_ns, touch_before_ns, buffer
-                ),
-            )
-            nbytes = found.got
-            return found
+            read = self._io.read_files(self._place.root, flags, files, buffer)
+            nbytes = sum(found.got for found in read if isinstance(found, FileRead))
+            return read
         finally:
             self._bounce.give_back(buffer, way, nbytes, time.perf_counter() - began_s)
 
@@ -353,20 +381,24 @@ class BlockFiles:
 
     def _opened(self, path: str, opens: Callable[[int], _Opened]) -> _Opened:
         """What `opens` gives, which is called with the flags to read a block's file."""
-        # O_NONBLOCK: whoever opens a FIFO that was put in a block's place must not wait.
-        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW
-        flags |= os.O_DIRECT if self.direct.on else 0
         if self._may_skip_atime:
-            # The atime says what this tier says of its use, and not when the kernel saw it read.
             try:
-                return opens(flags | os.O_NOATIME)
+                return opens(self._flags())
             except PermissionError:
                 self._may_skip_atime = False  # A file of another user.
             except OSError as error:
                 if error.errno == errno.EINVAL and self.direct.on:
                     self._refuse_what_is_no_file(self._place.root, path)
                 raise
-        return opens(flags)
+        return opens(self._flags())
+
+    def _flags(self) -> int:
+        """To open a block with that is to be read."""
+        # O_NONBLOCK: whoever opens a FIFO that was put in a block's place must not wait.
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW
+        flags |= os.O_DIRECT if self.direct.on else 0
+        # The atime says what this tier says of its use, and not when the kernel saw it read.
+        return flags | (os.O_NOATIME if self._may_skip_atime else 0)
 
     def _refuse_what_is_no_file(self, directory: int, name: str) -> None:
         """A directory cannot be opened with O_DIRECT, and the error does not say that it is one."""

@@ -53,6 +53,18 @@ class FileWrite(NamedTuple):
     mtime_ns: int
 
 
+class FileToRead(NamedTuple):
+    """`into`, uint8 [n], is filled from a file of just that size; from another nothing is read.
+
+    A whole one that was last used before `before_ns` was used at `used_ns` from then on.
+    """
+
+    path: str
+    into: Bytes
+    used_ns: int
+    before_ns: int
+
+
 class FileRead(NamedTuple):
     """A file that could be opened: what it is, and how much was read of it before `error`."""
 
@@ -117,21 +129,16 @@ class Io(Protocol):
         The bytes may go through `bounce`, uint8 of whole pages.
         """
 
-    def read_file(
+    def read_files(
         self,
         directory: int,
-        path: str,
         flags: int,
-        into: Bytes,
-        used_ns: int,
-        before_ns: int,
+        files: Sequence[FileToRead],
         bounce: Bytes | None = None,
-    ) -> FileRead:
-        """Fill `into` (uint8 [n]) from a file of just that size; from another nothing is read.
+    ) -> list[FileRead | OSError]:
+        """Open each with `flags` and read it; why it could not be opened.
 
-        A whole one that was last used before `before_ns` was used at `used_ns` from now on. OSError
-        if it cannot be opened; what fails later is in the answer. The bytes may go through
-        `bounce`.
+        The bytes may go through `bounce`, uint8 of whole pages.
         """
 
     def publish_all(
@@ -289,17 +296,23 @@ class OsIo:
         finally:
             self.finish(fd)
 
-    def read_file(
+    def read_files(
         self,
         directory: int,
-        path: str,
         flags: int,
-        into: Bytes,
-        used_ns: int,
-        before_ns: int,
+        files: Sequence[FileToRead],
         bounce: Bytes | None = None,
-    ) -> FileRead:
-        fd = self.open(directory, path, flags)
+    ) -> list[FileRead | OSError]:
+        found: list[FileRead | OSError] = []
+        for file in files:
+            try:
+                found.append(self._read_file(directory, flags, file))
+            except OSError as error:
+                found.append(error)
+        return found
+
+    def _read_file(self, directory: int, flags: int, file: FileToRead) -> FileRead:
+        fd, into = self.open(directory, file.path, flags), file.into
         try:
             try:
                 found = self.fstat(fd)
@@ -311,11 +324,11 @@ class OsIo:
                     got = read_row(self, fd, into)
                 except OSError as error:
                     failed = error
-            if got == into.size and atime_ns < before_ns:
+            if got == into.size and atime_ns < file.before_ns:
                 # A read-only disk is no reason to miss.
                 with contextlib.suppress(OSError):
-                    self.utime(fd, used_ns, found.st_mtime_ns)
-                    atime_ns = used_ns
+                    self.utime(fd, file.used_ns, found.st_mtime_ns)
+                    atime_ns = file.used_ns
         finally:
             self.close(fd)
         size, device, inode = found.st_size, found.st_dev, found.st_ino

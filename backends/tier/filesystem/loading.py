@@ -1,7 +1,8 @@
-"""Load one block, wherever it is: what an I/O thread does."""
+"""Load blocks, wherever they are: what an I/O thread does."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import time
@@ -10,7 +11,7 @@ from typing import Final
 
 from backends.tier.base import Outcome
 from backends.tier.counters import Counters
-from backends.tier.filesystem.blockfiles import BlockWrong
+from backends.tier.filesystem.blockfiles import BlockWrong, Wanted
 from backends.tier.filesystem.io import words
 from backends.tier.filesystem.lane import Lane
 from backends.tier.filesystem.refusals import Refusals
@@ -53,30 +54,54 @@ class Loading:
         """From now on tasks may come, and these are all lanes there are."""
         self._lanes = lanes
 
-    def load(self, lane: Lane, task: Task) -> None:
-        try:
-            outcome, reason = self._read(lane, task)
-        # One key's trouble, of whatever kind, is its outcome and never ends the thread.
-        except Exception as error:
-            outcome, reason = Outcome.FAILED, f"{type(error).__name__}: {error}"
-        moved_bytes = self._row_bytes if outcome is Outcome.DONE else 0
-        if moved_bytes and not task.is_late():
-            self._counters.add_all({"loaded": 1, "loaded_bytes": moved_bytes})
-        self._jobs.end(task, outcome, reason, moved_bytes)
+    def load(self, lane: Lane, tasks: Sequence[Task]) -> None:
+        for task in tasks if len(tasks) == 1 else self._load_together(lane, tasks):
+            try:
+                outcome, reason = self._read(lane, task)
+            # One key's trouble, of whatever kind, is its outcome and never ends the thread.
+            except Exception as error:
+                outcome, reason = Outcome.FAILED, f"{type(error).__name__}: {error}"
+            if outcome is Outcome.DONE:
+                self._count([task])
+            moved_bytes = self._row_bytes if outcome is Outcome.DONE else 0
+            self._jobs.end(task, outcome, reason, moved_bytes)
+
+    def _load_together(self, lane: Lane, tasks: Sequence[Task]) -> list[Task]:
+        """Read several blocks at once. Those that nothing is wrong with end; the others."""
+        began_s, done = time.monotonic(), []
+        # What it is that is wrong, and with which of them, shows when each is read by itself.
+        with contextlib.suppress(Exception):
+            shown = lane.volume.blocks.load_all([self._wanted(task) for task in tasks])
+            for task, shown_ns in zip(tasks, shown, strict=True):
+                if shown_ns is not None:
+                    self._note_loaded(task, lane.volume, shown_ns)
+                    done.append(task)
+        if done:
+            lane.volume.loads.succeeded(began_s)
+            self._count(done)
+            self._jobs.end_all(done, Outcome.DONE, self._row_bytes)
+        return [task for task in tasks if task not in done]
+
+    def _wanted(self, task: Task) -> Wanted:
+        before_ns = task.used_ns - int(self._settings.touch_interval_s * 1e9)
+        return Wanted(task.key, task.block_id, self._jobs.row(task), task.used_ns, before_ns)
+
+    def _count(self, tasks: Sequence[Task]) -> None:
+        count = sum(not task.is_late() for task in tasks)
+        if count:
+            self._counters.add_all({"loaded": count, "loaded_bytes": count * self._row_bytes})
 
     def _read(self, lane: Lane, task: Task) -> tuple[Outcome, str]:
         """Read a block where it should be, else wherever it may be."""
         others = [n for n in self._order(task.block_id) if n != lane.volume.number]
         lanes = [lane, *(self._lanes[n] for n in others)]
-        row = self._jobs.row(task)
         for at in lanes:
             volume = at.volume
             if at is not lane and at.why_not(loads=True) is not None:
                 continue
             began_s = time.monotonic()
-            before_ns = task.used_ns - int(self._settings.touch_interval_s * 1e9)
             try:
-                shown_ns = volume.blocks.load(task.key, task.block_id, row, task.used_ns, before_ns)
+                shown_ns = volume.blocks.load(self._wanted(task))
             except BlockWrong as error:
                 self._forget(task, volume)
                 # What could not be moved is wrong until the next store.

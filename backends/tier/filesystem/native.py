@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Final
 
 from backends.tier.base import Bytes
-from backends.tier.filesystem.io import FileRead, FileStat, FileWrite, Io, OsIo
+from backends.tier.filesystem.io import FileRead, FileStat, FileToRead, FileWrite, Io, OsIo
 from backends.tier.filesystem.transfer import taken_in_part
 
 _OPENED: Final = 0, 2
@@ -59,26 +59,28 @@ class NativeIo(OsIo):
             )
         ]
 
-    def read_file(
+    def read_files(
         self,
         directory: int,
-        path: str,
         flags: int,
-        into: Bytes,
-        used_ns: int,
-        before_ns: int,
+        files: Sequence[FileToRead],
         bounce: Bytes | None = None,
-    ) -> FileRead:
+    ) -> list[FileRead | OSError]:
         if not self._has_openat2:
-            return super().read_file(directory, path, flags, into, used_ns, before_ns)
+            return super().read_files(directory, flags, files, bounce)
         through = None if bounce is None else bounce.data
-        step, number, mode, size, (device, inode, _), atime_ns, _, got = self._files.read(
-            directory, path, flags, into.data, used_ns, before_ns, through
-        )
-        error = OSError(number, os.strerror(number), path) if number else None
-        if error is not None and step not in _OPENED:
-            raise error
-        return FileRead(mode, size, device, inode, atime_ns, got, error)
+        given = [(path, into.data, *times) for path, into, *times in files]
+        found: list[FileRead | OSError] = []
+        for file, answer in zip(
+            files, self._files.read(directory, flags, given, through), strict=True
+        ):
+            step, number, mode, size, device, inode, atime_ns, got = answer
+            error = OSError(number, os.strerror(number), file.path) if number else None
+            if error is not None and step not in _OPENED:
+                found.append(error)
+            else:
+                found.append(FileRead(mode, size, device, inode, atime_ns, got, error))
+        return found
 
     def publish_all(
         self, source: int, names: Sequence[tuple[str, int, str]]

@@ -51,9 +51,9 @@ from backends.tier.turns import Turns
 
 # A lookup is PENDING for so long at most, whatever hangs below.
 _PENDING_S: Final = 5.0
-# A thread writes so many small blocks at a time: one by one, more goes into taking turns.
-_STORE_BATCH: Final = 4
-_STORE_BATCH_BYTES: Final = 2 << 20
+# A thread moves so many small blocks at a time: one by one, more goes into taking turns.
+_BATCH: Final = 4
+_BATCH_BYTES: Final = 2 << 20
 COUNTS: Final = (
     "stored_bytes",
     "loaded_bytes",
@@ -323,17 +323,18 @@ class FilesystemTier(Tier):
     # What the lanes' threads do.
 
     def _run(self, lane: Lane, tasks: list[Task]) -> None:
+        """All of these are loads, or all are stores."""
+        begun: list[Task] = []
+        late: list[Task] = []
         try:
-            stores = []
             for task in tasks:
-                if not self._jobs.begin(task):
-                    if not task.state.is_load:
-                        self._storing.go_on(lane, task, Outcome.LATE)
-                elif task.state.is_load:
-                    self._loading.load(lane, task)
-                else:
-                    stores.append(task)
-            self._storing.store(lane, stores)
+                (begun if self._jobs.begin(task) else late).append(task)
+            if tasks[0].state.is_load:
+                self._loading.load(lane, begun)
+                return
+            for task in late:
+                self._storing.go_on(lane, task, Outcome.LATE)
+            self._storing.store(lane, begun)
         finally:
             lane.commits.settle()
 
@@ -401,7 +402,7 @@ class FilesystemTier(Tier):
             f"kvquay-fs-{number}",
             settings.threads,
             lambda tasks: self._run(lane, tasks),
-            store_batch=max(1, min(_STORE_BATCH, _STORE_BATCH_BYTES // self._row_bytes)),
+            batch=max(1, min(_BATCH, _BATCH_BYTES // self._row_bytes)),
         )
         lane = Lane(
             volume=volume,
