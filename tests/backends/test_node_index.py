@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -432,3 +434,28 @@ def test_a_child_of_the_owner_does_not_leave_for_it(shm: Path) -> None:
             run_in_child(file.close)
             assert other.owned(0)
             assert (shm / spec.name).exists()
+
+
+def test_who_only_looks_does_not_make_the_last_one_leave_the_file_behind(shm: Path) -> None:
+    """Whoever lists or reaps files holds the lock of each for a moment."""
+    spec = index_spec(new_run_id())
+    last = join(spec, shm)
+    last.own(0)
+    looking = os.open(shm / spec.name, os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    looked = threading.Timer(0.05, os.close, [looking])
+    looked.start()
+    last.close()
+    looked.join()
+    assert not (shm / spec.name).exists()
+
+
+def test_a_leader_that_lives_takes_the_file_away_itself(shm: Path) -> None:
+    spec = index_spec(new_run_id())
+    first, last = join(spec, shm), join(spec, shm)
+    first.own(0)
+    last.own(1)
+    first.close()
+    assert (shm / spec.name).exists()
+    last.close()
+    assert not (shm / spec.name).exists()

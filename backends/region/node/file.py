@@ -29,6 +29,7 @@ from backends.region.spec import HEADER_BYTES, PAGE_BYTES, SHM_DIRECTORY, Region
 
 _ATTEMPTS: Final = 200
 _ATTEMPT_S: Final = 0.01
+_LEAVE_LOOKS: Final = 20
 _FLOCK: Final = struct.Struct("hhqqi4x")  # fcntl(2): type, whence, start, length, pid
 
 
@@ -99,9 +100,7 @@ class NodeFile:
 
     def owned(self, replica: int) -> bool:
         """Whether a living process, other than through this very object, owns a section."""
-        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, replica, 1, 0)
-        answer = fcntl.fcntl(self._open_fd(), fcntl.F_OFD_GETLK, asked)
-        return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+        return _is_owned(self._open_fd(), replica)
 
     def close(self) -> None:
         """Leave; who is the last takes the name away. May be called again."""
@@ -109,8 +108,15 @@ class NodeFile:
         if fd is None:
             return
         try:
-            if try_lock(fd, fcntl.LOCK_EX):
-                shmfile.unlink_own(fd, self._directory, self.spec.name)
+            # Who lists or reaps files holds their locks for a moment, so a held lock is looked at
+            # again; a leader that lives will be the last itself.
+            for _ in range(_LEAVE_LOOKS):
+                if try_lock(fd, fcntl.LOCK_EX):
+                    shmfile.unlink_own(fd, self._directory, self.spec.name)
+                    break
+                if any(_is_owned(fd, replica) for replica in range(self.spec.replicas)):
+                    break
+                time.sleep(_ATTEMPT_S)
         finally:
             os.close(fd)
 
@@ -118,6 +124,13 @@ class NodeFile:
         if self._fd is None:
             raise RegionError(f"{self.spec.name} is closed; join it again")
         return self._fd
+
+
+def _is_owned(fd: int, replica: int) -> bool:
+    """Whether somebody, other than through this very open file, has locked a section."""
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, replica, 1, 0)
+    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked)
+    return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
 def _open(directory: str, file: RegionSpec) -> int | None:
