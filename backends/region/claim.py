@@ -17,11 +17,35 @@ from backends import machine
 from backends.errors import RegionError
 
 _BACKLOG = 4096
+# A dead engine's workers end after it, and who looks at its descriptors keeps them for a moment.
+_LOOKS = 20
+_LOOK_S = 0.05
 _PEER_CREDENTIALS = struct.Struct("3i")
 
 
 def claim(engine_id: str) -> socket.socket:
-    """Hold `engine_id` until the socket is closed. Raises RegionError with who holds it."""
+    """Hold `engine_id` until the socket is closed. Raises RegionError with who holds it.
+
+    A living holder is told at once; one that is dead or cannot be asked has a second to let go.
+    """
+    holder = ""
+    for look in range(_LOOKS):
+        if look:
+            time.sleep(_LOOK_S)
+        held = _bound(engine_id)
+        if held is not None:
+            return held
+        holder, alive = _holder(engine_id)
+        if alive:
+            break
+    raise RegionError(
+        f"engine_id {engine_id!r} is in use: another engine with it runs: {holder}. Two engines "
+        "never share a region; end that one or choose another engine_id"
+    )
+
+
+def _bound(engine_id: str) -> socket.socket | None:
+    """The claim's socket; None where another has its address. Raises RegionError."""
     held = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         held.bind(_address(engine_id))
@@ -29,11 +53,7 @@ def claim(engine_id: str) -> socket.socket:
     except OSError as error:
         held.close()
         if error.errno == errno.EADDRINUSE:
-            raise RegionError(
-                f"engine_id {engine_id!r} is in use: another engine with it runs: "
-                f"{_holder(engine_id)}. Two engines never share a region; end that one or choose "
-                "another engine_id"
-            ) from error
+            return None
         raise RegionError(
             f"engine_id {engine_id!r} cannot be claimed: {error.strerror}; backing shm needs Unix "
             "sockets, use backing memfd"
@@ -60,7 +80,8 @@ def _address(engine_id: str) -> bytes:
     return f"\0kvquay.engine.{os.geteuid()}.{digest}".encode()
 
 
-def _holder(engine_id: str) -> str:
+def _holder(engine_id: str) -> tuple[str, bool]:
+    """Who holds the claim, and whether it is known to live."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
@@ -68,10 +89,10 @@ def _holder(engine_id: str) -> str:
             size = _PEER_CREDENTIALS.size
             raw = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
         except OSError:
-            return "it starts or ends just now"
+            return "it starts or ends just now", False
     pid, uid, _ = _PEER_CREDENTIALS.unpack(raw)
     if pid == 0:
-        return f"a process of uid {uid} in another container"
+        return f"a process of uid {uid} in another container", True
     if machine.process_start_time(pid) is None:
-        return f"pid {pid} (dead) held it and a child that it forked still does"
-    return describe_process(pid)
+        return f"pid {pid} (dead) held it and a child that it forked still does", False
+    return describe_process(pid), True

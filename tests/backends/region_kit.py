@@ -64,6 +64,17 @@ class Child:
         os.close(self._release_fd)
 
 
+def kill_other(pid: int) -> None:
+    """Kill a process that is no child of ours; when this returns, all that it held is free."""
+    ended = os.pidfd_open(pid)
+    try:
+        signal.pidfd_send_signal(ended, signal.SIGKILL)
+        if not select.select([ended], [], [], 60)[0]:
+            raise TimeoutError(f"process {pid} was killed and has not ended for 60 s")
+    finally:
+        os.close(ended)
+
+
 @contextmanager
 def child(function: Callable[[], Any], uid: int | None = None) -> Iterator[Child]:
     """Fork; the child calls `function`, sends its result, and lives until let go or killed.

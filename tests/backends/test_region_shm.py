@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from region_kit import NOBODY, ChildFailed, Kept, child, make_spec, run_in_child
+from region_kit import NOBODY, ChildFailed, Kept, child, kill_other, make_spec, run_in_child
 
 from backends.errors import RegionError
 from backends.region.handle import RegionHandle
@@ -284,25 +284,38 @@ def test_a_lock_held_from_another_container_is_told_with_the_files_owner(shm_dir
     assert f"another engine with this engine_id runs: engine_id {SPEC.engine_id}, run test" in told
 
 
-def test_a_child_that_outlives_its_engine_keeps_the_name_taken(shm_dir: str) -> None:
-    def creates_and_forks() -> Kept:
-        region = create_here(shm_dir)
+def creates_and_forks(directory: str, lives_s: float) -> Callable[[], Kept]:
+    """As `creates`, and the engine has a child that inherits all of it and ends after it."""
+
+    def create() -> Kept:
+        region = create_here(directory)
         grandchild = os.fork()
         if grandchild == 0:
-            time.sleep(60)
+            time.sleep(lives_s)
             os._exit(0)
         return Kept((grandchild, region))
 
-    with child(creates_and_forks) as engine:
+    return create
+
+
+def test_a_child_that_outlives_its_engine_keeps_the_name_taken(shm_dir: str) -> None:
+    with child(creates_and_forks(shm_dir, lives_s=60)) as engine:
         engine.kill()
         try:
             told = error_of(lambda: create_here(shm_dir))
             file = inspect(path_in(shm_dir))
         finally:
-            os.kill(engine.result, 9)
+            kill_other(engine.result)
         assert f"pid {engine.pid} (dead) held it" in told
         assert file is not None
         assert (file.lock, file.owner_alive, file.reapable) == ("held", False, False)
+
+
+def test_a_child_that_ends_just_after_its_engine_is_waited_for(shm_dir: str) -> None:
+    """As workers do that the kernel kills when their parent dies."""
+    with child(creates_and_forks(shm_dir, lives_s=0.4)) as engine:
+        engine.kill()
+        create_here(shm_dir).close()
 
 
 def test_attaching_to_a_dead_engines_file_is_refused(shm_dir: str) -> None:
