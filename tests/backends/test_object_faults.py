@@ -251,11 +251,9 @@ def test_no_answer_of_a_server_brings_a_secret_to_light(
         assert secret not in told
 
 
-def test_an_expired_token_is_renewed(
-    open_bench: OpenBench, server: FaultyS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The credentials come from a service on this machine, as in a container, and run out before
-    their time; the next ones are good."""
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[_Service]:
+    """The credentials come from a service on this machine, as in a container."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
         monkeypatch.delenv(name)
     token_file = tmp_path / "token"
@@ -263,18 +261,40 @@ def test_an_expired_token_is_renewed(
     with _Service() as service:
         monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", service.url)
         monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(token_file))
-        bench, keys = open_bench(), make_keys("expired", 3)
-        assert bench.store(keys) == [DONE] * 3
-        good = service.given + 1
+        yield service
 
-        def fault(method: str, key: str, query: str, headers: Any) -> Any:
-            if f"AKIA{good}" in headers.get("authorization", ""):
-                return None
-            return 400, "ExpiredToken"
 
-        server.fault = fault
-        assert bench.load(keys) == [DONE] * 3
-        assert service.given == good
+def _only(service: _Service, number: int, answer: tuple[int, str]) -> Callable[..., Any]:
+    """Only the credentials that the service gives as this one are good, the others are answered."""
+
+    def fault(method: str, key: str, query: str, headers: Any) -> Any:
+        return None if f"AKIA{number}" in headers.get("authorization", "") else answer
+
+    return fault
+
+
+def test_an_expired_token_is_renewed(
+    open_bench: OpenBench, server: FaultyS3, service: _Service
+) -> None:
+    """It runs out before its time; the next one is good."""
+    bench, keys = open_bench(), make_keys("expired", 3)
+    assert bench.store(keys) == [DONE] * 3
+    good = service.given + 1
+    server.fault = _only(service, good, (400, "ExpiredToken"))
+    assert bench.load(keys) == [DONE] * 3
+    assert service.given == good
+
+
+def test_credentials_that_were_replaced_are_found_anew(
+    open_bench: OpenBench, server: FaultyS3, service: _Service
+) -> None:
+    """A key is taken out of use, and only a while later there is another."""
+    bench, keys = open_bench(), make_keys("replaced", 3)
+    assert bench.store(keys) == [DONE] * 3
+    server.fault = _only(service, service.given + 2, (403, "InvalidAccessKeyId"))
+    assert FAILED in bench.load(keys)
+    assert bench.tier.counters()["denied"] >= 1
+    _again(bench, keys)
 
 
 def test_a_load_that_answers_late_leaves_its_row_alone(

@@ -6,6 +6,7 @@ checked by the caller.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ import obstore
 
 from backends.tier.base import Bytes
 from backends.tier.object.connect import connect
-from backends.tier.object.faults import Absent, Expired, Refused, classify
+from backends.tier.object.faults import Absent, Denied, Expired, NoRange, classify
 from backends.tier.object.settings import ObjectSettings
 
 if TYPE_CHECKING:
@@ -87,13 +88,16 @@ class ObjectClient:
         """A whole object; only its size where it is larger than `most_bytes`. Raises Absent."""
 
         def get() -> Fetched:
-            found = obstore.get(self._store, name)
-            size = found.meta["size"]
-            if size > most_bytes:
-                return Fetched(np.empty(0, np.uint8), size)
-            return Fetched(_array(found.bytes()), size)
+            # One byte more than it may have, so that a larger one shows. To ask for a range is one
+            # call of the client where the whole object is two, each with its own wait.
+            found = obstore.get_range(self._store, name, start=0, length=most_bytes + 1)
+            return Fetched(_array(found), len(found))
 
-        return self._ask("fetch", name, get)
+        with contextlib.suppress(NoRange):
+            found = self._ask("fetch", name, get)
+            if found.size <= most_bytes:
+                return found
+        return self._whole(name, most_bytes)
 
     def front(self, name: str, count: int) -> Fetched:
         """The first `count` bytes, or fewer where it is shorter. Raises Absent."""
@@ -102,12 +106,22 @@ class ObjectClient:
             found = obstore.get(self._store, name, options={"range": (0, count)})
             return Fetched(_array(found.bytes()), found.meta["size"])
 
-        try:
+        with contextlib.suppress(NoRange):
             return self._ask("front", name, get)
-        except Refused:
-            # An empty object has no range at all, and some stores send a small one whole.
-            whole = self.fetch(name, sys.maxsize)
-            return Fetched(whole.data[:count], whole.size)
+        whole = self._whole(name, sys.maxsize)
+        return Fetched(whole.data[:count], whole.size)
+
+    def _whole(self, name: str, most_bytes: int) -> Fetched:
+        """As `fetch`, where a range is refused: an empty object has none, and some stores send a
+        small one whole."""
+
+        def get() -> Fetched:
+            found = obstore.get(self._store, name)
+            size = found.meta["size"]
+            data = np.empty(0, np.uint8) if size > most_bytes else _array(found.bytes())
+            return Fetched(data, size)
+
+        return self._ask("fetch", name, get)
 
     def size(self, name: str) -> int:
         """Bytes of an object. Raises Absent."""
@@ -172,7 +186,7 @@ class ObjectClient:
             if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
                 raise
             fault = classify(error)
-            if isinstance(fault, Expired):
+            if isinstance(fault, Expired) or (isinstance(fault, Denied) and fault.replaced):
                 self._renew(store)
             # Not "from error": its text may hold secrets, and a traceback would show it.
             raise fault from None

@@ -20,11 +20,14 @@ _DENIED_CODES: Final = (
     *("AuthorizationFailure", "AuthenticationFailed", "InvalidToken"),
 )
 _EXPIRED_CODES: Final = ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired")
+# The store does not know them any more, or not yet: others may have taken their place since.
+_REPLACED_CODES: Final = ("InvalidAccessKeyId", "InvalidToken")
 _NO_ROOM: Final = (28, 122)
 _READ_ONLY: Final = (1, 13, 30)
 # Client errors that pass: time-out, conflict with another writer, too early, too many.
 _PASSING: Final = (408, 409, 425, 429)
 _LIMITS: Final = (429, 503)
+_NO_RANGE: Final = 416
 
 
 class StoreFault(Exception):
@@ -55,7 +58,14 @@ class Expired(Sick):
 
 
 class Denied(StoreFault):
-    """Credentials are missing, wrong, or not allowed to do this."""
+    """Credentials are missing, wrong, or not allowed to do this.
+
+    `replaced`: the store does not know them, as when others have taken their place.
+    """
+
+    def __init__(self, text: str, *, replaced: bool = False) -> None:
+        super().__init__(text)
+        self.replaced = replaced
 
 
 class NoBucket(StoreFault):
@@ -68,6 +78,10 @@ class NoRoom(StoreFault):
 
 class Refused(StoreFault):
     """The store will not do this, however often it is asked."""
+
+
+class NoRange(Refused):
+    """It has no such part, or is not sent in parts."""
 
 
 def classify(error: BaseException) -> StoreFault:
@@ -84,10 +98,10 @@ def classify(error: BaseException) -> StoreFault:
     code = _found(_CODE, text)
     if code in _EXPIRED_CODES:
         return Expired(f"the credentials have expired ({code})")
-    if isinstance(error, (raw.PermissionDeniedError, raw.UnauthenticatedError)):
-        return Denied(f"access denied{f' ({code})' if code else ''}")
-    if code in _DENIED_CODES:
-        return Denied(f"access denied ({code})")
+    refused = isinstance(error, (raw.PermissionDeniedError, raw.UnauthenticatedError))
+    if refused or code in _DENIED_CODES:
+        words = f"access denied{f' ({code})' if code else ''}"
+        return Denied(words, replaced=code in _REPLACED_CODES)
     if isinstance(error, raw.GenericError):
         return _generic(text, code)
     return Refused(f"the client refuses it: {type(error).__name__}")
@@ -95,13 +109,13 @@ def classify(error: BaseException) -> StoreFault:
 
 def _generic(text: str, code: str) -> StoreFault:
     number = int(_found(_OS_ERROR, text) or 0)
+    if "InvalidRange" in text or "Invalid range" in text:
+        return NoRange("it has no such range")
     if "LocalFileSystem" in text:
         if number in _NO_ROOM:
             return NoRoom(f"there is no room (os error {number})")
         if number in _READ_ONLY:
             return Denied(f"the directory cannot be written (os error {number})")
-        if "InvalidRange" in text:
-            return Refused("it has no such range")
         return Sick(f"the disk fails{f' (os error {number})' if number else ''}")
     if "169.254.169.254" in text or "metadata.google.internal" in text:
         return Denied("no credentials were found")
@@ -112,9 +126,9 @@ def _generic(text: str, code: str) -> StoreFault:
         words = f"the server answers {status}{f' {code}' if code else ''}"
         if status >= 500 or status in _PASSING:
             return Sick(words, "throttled" if status in _LIMITS else "error")
-        return Refused(words)
+        return NoRange(words) if status == _NO_RANGE else Refused(words)
     if "NotPartial" in text:
-        return Refused("the server sends the whole where a part was asked for")
+        return NoRange("the server sends the whole where a part was asked for")
     if "UnknownIssuer" in text or "certificate" in text:
         return Refused("the server's certificate is not trusted; give its issuer as ca_bundle")
     if "InvalidContentType" in text or "InvalidMessage" in text:
