@@ -228,6 +228,12 @@ def holds(header: Bytes, key: BlockKey) -> bool:
     return _names(data, key) and data[_STATE] in (_STATES[WRITING], _STATES[COMPLETE])
 
 
+def is_whole(header: Bytes, key: BlockKey) -> bool:
+    """Whether a row of the region has this key's bytes, so that they may be loaded."""
+    data = header.data
+    return _names(data, key) and data[_STATE] == _STATES[COMPLETE]
+
+
 def check_row(header: Bytes, key: BlockKey, fingerprint: bytes) -> str | None:
     """Why a row must not be stored as this key's block; None if it may. Checksums are not read."""
     data = header.data

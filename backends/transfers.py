@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from backends.block import BlockKey, holds
+from backends.block import BlockKey, holds, is_whole
 from backends.copy import CopyHandle, GroupCopier
 from backends.copy.chunks import whole_chunks
 from backends.errors import ConfigError, RegionError
@@ -97,8 +97,9 @@ class SlotTransfers:
     ) -> None:
         """Begin to load rows into blocks, or to store blocks into rows. Raises RegionError."""
         assert self._headers is not None
+        may = is_whole if load else holds
         for row, key in zip(rows, keys, strict=True):
-            if not holds(self._headers[row], key):
+            if not may(self._headers[row], key):
                 raise RegionError(
                     f"row {row} of the region is not meant for block {key.hash.hex()[:16]} of "
                     f"group {key.group} any more; report it, with this replica's log"

@@ -159,9 +159,14 @@ class NodeRows(Observer):
 
     def reserve(self, keys: Sequence[bytes], groups: Sequence[int]) -> set[bytes]:
         """Those of a run that a neighbour has, or is about to store. What is missing of the others
-        is claimed, until `reserved`."""
+        is claimed, until `reserved`.
+
+        What is being read from a neighbour belongs to those, also where its owner has given it away
+        since: the copy has its place, and the same block is not filled meanwhile."""
         lacking = {group: self._lacking(keys, group) for group in groups}
         elsewhere = self._taken(lacking, None)
+        if self._loading:
+            elsewhere |= self._loading.keys() & {key for of in lacking.values() for key in of}
         stamp_ns = time.monotonic_ns()
         ours = {
             group: [key for key in absent if key not in elsewhere]

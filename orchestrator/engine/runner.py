@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from backends.block import BlockKey, holds
+from backends.block import BlockKey, is_whole
 from backends.config import OffloadConfig
 from backends.copy import GroupCopier
 from backends.layout import WorkerGroup, cp_tokens, rank_slots, worker_groups
@@ -299,7 +299,7 @@ class WorkerRunner:
         held = [(row, BlockKey(chunk.key, n)) for n, row in enumerate(chunk.rows) if row >= 0]
         own = len(self._headers)
         return bool(held) and all(
-            holds(self._headers[row], key)
+            is_whole(self._headers[row], key)
             if row < own
             else away is not None and away.lease(number, row, key)
             for row, key in held

@@ -24,6 +24,7 @@ from backends.block import (
     check,
     check_row,
     holds,
+    is_whole,
     read_header,
     seal,
     set_state,
@@ -185,10 +186,18 @@ def test_a_hash_that_ends_in_zeros_is_not_its_own_beginning() -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "expected"), [(EMPTY, False), (WRITING, True), (COMPLETE, True), (7, False)]
+    ("state", "held", "whole"),
+    [
+        *((EMPTY, False, False), (WRITING, True, False)),
+        *((COMPLETE, True, True), (7, False, False)),
+    ],
 )
-def test_a_row_holds_a_key_while_it_is_written_and_after(state: int, expected: bool) -> None:
-    assert holds(make_block(state=state), KEY) is expected
+def test_a_row_holds_a_key_while_it_is_written_and_is_whole_after(
+    state: int, held: bool, whole: bool
+) -> None:
+    block = make_block(state=state)
+    assert (holds(block, KEY), is_whole(block, KEY)) == (held, whole)
+    assert not is_whole(block, KEY._replace(group=KEY.group + 1))
 
 
 def test_a_row_may_be_stored_only_when_it_is_the_keys_complete_block() -> None:

@@ -115,6 +115,21 @@ class TestKeptOnce:
         assert b.store(keys) == keys
         assert a.load(keys) == 4
 
+    def test_what_is_being_read_is_not_stored_meanwhile(self, pair: list[Replica]) -> None:
+        """A request that loads a block must not be given an unwritten row for that very block."""
+        a, b = pair
+        keys = keys_of("p", 4)
+        a.store(keys)
+        see_each_other(pair)
+        assert b.hits(keys) == 4
+        b.stack.prepare_load(keys[:3])
+        a.store(keys_of("q", ROWS))
+        see_each_other(pair)
+        assert b.stack.prepare_store(keys).keys == keys[3:]
+        b.stack.complete_store(keys[3:])
+        b.stack.complete_load(keys[:3], failed=keys[:1])
+        assert b.store(keys) == keys[:3]
+
     def test_what_neighbours_use_stays(self, pair: list[Replica]) -> None:
         a, b = pair
         hot, cold = keys_of("h", 3), keys_of("c", 5)

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from backends.block import BlockKey, holds, read_header
+from backends.block import BlockKey, is_whole, read_header
 from backends.errors import RegionError
 from backends.region.handle import RegionHandle
 from backends.region.node.file import NodeFile
@@ -94,7 +94,7 @@ class NodeReader:
             return None
         self._fence()
         head = mapped.headers[row]
-        if not holds(head, key) or read_header(head).fingerprint != self._fingerprint:
+        if not is_whole(head, key) or read_header(head).fingerprint != self._fingerprint:
             return None
         return Lease(replica, row, epoch, version)
 
