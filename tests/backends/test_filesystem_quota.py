@@ -31,6 +31,7 @@ from backends.block import HEADER_BYTES
 from backends.testing import FINGERPRINT, make_keys, stored_block
 from backends.tier.base import NONE_EVICTED, Lookup, Outcome
 from backends.tier.filesystem import naming
+from backends.tier.filesystem.keeper import Keeper
 from backends.tier.filesystem.volume import Volume
 
 DONE, SHED, MISSING = Outcome.DONE, Outcome.SHED, Outcome.MISSING
@@ -262,6 +263,26 @@ def test_the_watermarks_of_two_paths_are_one(tmp_path: Path, high: float, low: f
         )
         hits = [answer is Lookup.HIT for answer in bench.lookup(chain)]
         assert hits == [True] * (round(32 * low) - 4) + [False] * (20 - round(32 * low))
+
+
+def test_what_a_path_has_above_its_part_is_room_that_others_lack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the capacity was larger before, and the background has not come to evicting yet."""
+    monkeypatch.setattr(Keeper, "_evict", lambda keeper: None)
+    paths = (str(tmp_path / "a"), str(tmp_path / "b"))
+    here, there = [], []
+    with Bench(make_settings("unused", paths=paths, capacity=blocks(16))) as bench:
+        for key in make_keys("uneven", 60):
+            (here if bench.fs._order(bench.fs._namespace.block_id(key))[0] else there).append(key)
+        assert bench.store(there[:7]) == [DONE] * 7
+        assert len(block_files(tmp_path / "a")) == 7
+    with Bench(make_settings("unused", paths=paths, capacity=blocks(8))) as bench:
+        for key in here[:8]:
+            bench.store([key])
+            files = [*block_files(tmp_path / "a"), *block_files(tmp_path / "b")]
+            assert len(files) <= 8
+        assert bench.lookup(here[7:8]) == [Lookup.HIT]
 
 
 def test_what_one_path_has_no_room_for_waits_until_another_is_counted(

@@ -56,14 +56,15 @@ class Evictor:
     def make_room(self, need_bytes: int, before_ns: int, *, spare: bool) -> Room:
         """Evict `need_bytes` of what was used before `before_ns`. Raises OSError.
 
-        `spare`: keep the files to be written over, where they can be, and some more of them.
+        `spare`: keep the files to be written over, where they can be, and some more of them; not
+        where there are too many files already.
         """
         spares, ledger = self._volume.space.spares, self._volume.ledger
         done = _Done()
         with ledger.evicting() as alone:
             if not alone:
                 return Room.LATER
-            if not spare:
+            if not spare or self._volume.is_over():
                 self._evict(need_bytes, before_ns, done, spare=False)
                 return Room.MADE if done.freed_bytes else Room.NONE
             count = max(-(-need_bytes // self._row_bytes), spares.ahead(ledger.cached.blocks))

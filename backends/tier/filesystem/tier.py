@@ -113,6 +113,8 @@ class FilesystemTier(Tier):
         self._storing = Storing(context.fingerprint, *parts, self._counters, self._order)
         self._loading = Loading(settings, *parts, self._counters, self._order)
         volumes = self._open_volumes()
+        for volume in volumes:
+            volume.others = [other for other in volumes if other is not volume]
         claims = Claims([volume.ledger for volume in volumes], self._home)
         self._lanes = [self._make_lane(volume, claims) for volume in volumes]
         self._storing.begin(self._lanes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 from typing import Final
 
 from backends.errors import TierError
@@ -52,7 +53,9 @@ class Volume:
         quarantine_bytes = settings.quarantine_limit_bytes // len(settings.paths)
         self.quarantine = Quarantine(self.place, self.ledger, quarantine_bytes)
         spares = Spares(min(settings.spare_files, self.quota_bytes // form.row_bytes // SHARE))
-        self.space = Space(self.place, self.ledger, form.row_bytes, self.limit_bytes, spares)
+        self.space = Space(self.place, self.ledger, form.row_bytes, self._store_limit_bytes, spares)
+        self.others: Sequence[Volume] = ()
+        """The tier's other paths."""
         self._leaves = Leaves(self.place, form.namespace.name)
         self.bounce = Bounce(settings.bounce, form.row_bytes, settings.threads)
         self.blocks = BlockFiles(
@@ -108,7 +111,7 @@ class Volume:
     def has_room(self, nbytes: int) -> bool:
         """Whether so much fits by what is known, without asking the disk."""
         totals = self.ledger.cached
-        fits = totals.all_bytes + nbytes <= self.quota_bytes
+        fits = totals.all_bytes + nbytes <= self.quota_bytes - self._debt_bytes()
         return len(self.space.spares) > 0 or (totals.counted and fits)
 
     def limit_bytes(self, totals: Totals) -> int:
@@ -121,6 +124,18 @@ class Volume:
         disk = self.place.io.statvfs(self.place.root)
         free_bytes = disk.f_bavail * disk.f_frsize - self._settings.free_reserve_bytes
         return min(self.quota_bytes, totals.bytes + max(0, free_bytes))
+
+    def is_over(self) -> bool:
+        """Whether there is more here than this path's part: it had another, before."""
+        return self.ledger.cached.bytes > self.quota_bytes
+
+    def _store_limit_bytes(self, totals: Totals) -> int:
+        """`limit_bytes`, less what other paths still have above their parts, so that all together
+        never have more for what is stored here."""
+        return self.limit_bytes(totals) - self._debt_bytes()
+
+    def _debt_bytes(self) -> int:
+        return sum(max(0, o.ledger.cached.bytes - o.quota_bytes) for o in self.others)
 
     def sweep(self) -> int:
         """Remove what dead writers were writing; how many files. Raises OSError."""
