@@ -105,7 +105,9 @@ class Promotions:
         """Load a run; how many of its leading entries are, or wait to be, on their way. The others
         never can be: what is kept for their own sequence takes all the room there is."""
         started = self._start(run, keep, now_s, clock_s)
-        room = max(0, self._rows_most - self._rows_of(keep)) // len(run.groups)
+        waiting = sum(self._queued.get(key, 0.0) > now_s for key in keep)
+        rows = self._rows_of(keep) + waiting * len(run.groups)
+        room = max(0, self._rows_most - rows) // len(run.groups)
         absent = [key for key in run.keys[started:] if key in run.sources]
         end = run.keys.index(absent[room]) if room < len(absent) else len(run.keys)
         if started < end:

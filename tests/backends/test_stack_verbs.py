@@ -269,6 +269,23 @@ def test_a_prefix_longer_than_the_share_is_loaded_as_far_as_that_goes_without_wa
     stack.close()
 
 
+def test_what_waits_for_room_leaves_none_for_more_of_its_own_sequence() -> None:
+    bench = Bench(rows=8, tiers=1, promotion_share=0.5, load_timeout_s=60.0, hold_s=60.0)
+    other, keys = hashes("a", 2), hashes("b", 6)
+    bench.put_below(0, other)
+    bench.put_below(0, keys)
+    stack = bench.open()
+    assert bench.settled(other).hits == 2
+    bench.known(keys)
+    for _ in range(3):  # as an engine asks again and again
+        assert stack.lookup(keys).answers[2:] == [PENDING] * 2 + [MISS] * 2
+        stack.step()
+    bench.load(other)
+    stack.step()
+    assert bench.settled(keys).answers == [HIT] * 4 + [MISS] * 2
+    stack.close()
+
+
 def test_what_nobody_came_for_is_let_go_after_a_while() -> None:
     bench, keys = Bench(rows=8, tiers=1, hold_s=0.01), hashes("a", 4)
     bench.put_below(0, keys)
