@@ -57,7 +57,7 @@ from backends.tier.base import Job, Outcome
 from backends.tier.object.connect import connect
 from backends.tier.object.settings import ObjectSettings
 from backends.tier.object.tier import ObjectTier
-from backends.tier.pool import store_threads_of
+from backends.tier.pool import threads_of
 from benchmarks._blocks import in_turn, make_rows, put_header
 from benchmarks._report import Cell, Report, make_parser, publish
 from tests.servers.seaweedfs import SeaweedFs
@@ -116,15 +116,17 @@ class TierWay:
     def __init__(self, place: Place, at_once: int) -> None:
         self._place = place
         self._into = RowBuffer(place.rows.rows, place.rows.row_bytes)
-        stores = next(n for n in range(1, 4 * at_once + 4) if store_threads_of(n) == at_once)
-        self._put = self._tier(place.rows, stores)
-        self._get = self._tier(self._into, at_once)
+        self._put = self._tier(place.rows, at_once)
+        # All its threads load, and there are more than may store: two at least.
+        stores = next(n for n in range(at_once, 0, -1) if n == 1 or threads_of(n) <= at_once)
+        self._get = self._tier(self._into, stores)
+        self._one_by_one = threads_of(stores) > at_once
         self._jobs = 0
         self._got = 0
 
-    def _tier(self, rows: RowBuffer, threads: int) -> ObjectTier:
+    def _tier(self, rows: RowBuffer, stores: int) -> ObjectTier:
         settings = dataclasses.replace(
-            self._place.settings, concurrency=threads, queue_blocks=1 << 20, queue_bytes=1 << 40
+            self._place.settings, concurrency=stores, queue_blocks=1 << 20, queue_bytes=1 << 40
         )
         tier = ObjectTier(make_context(rows), settings)
         if not tier.wait_until_known(30):
@@ -135,11 +137,14 @@ class TierWay:
         keys = keys_of(names)
         for row, key in enumerate(keys):
             put_header(self._place.rows, row, key)
-        self._run(self._put, self._put.submit_store, keys)
+        self._run(self._put, self._put.submit_store, keys, range(len(keys)))
 
     def get(self, names: Sequence[str]) -> None:
         self._got = len(names)
-        self._run(self._get, self._get.submit_load, keys_of(names))
+        many = 1 if self._one_by_one else self._got
+        for begin in range(0, self._got, many):
+            rows = range(begin, min(begin + many, self._got))
+            self._run(self._get, self._get.submit_load, keys_of(names[begin : rows.stop]), rows)
 
     def check(self) -> None:
         for row in range(self._got):
@@ -153,13 +158,16 @@ class TierWay:
         self._get.close()
 
     def _run(
-        self, tier: ObjectTier, submit: Callable[[Job], None], keys: Sequence[BlockKey]
+        self,
+        tier: ObjectTier,
+        submit: Callable[[Job], None],
+        keys: Sequence[BlockKey],
+        rows: Sequence[int],
     ) -> None:
-        rows = tuple(range(len(keys)))
         for begin in range(0, len(keys), BATCH):
             self._jobs += 1
             batch = slice(begin, begin + BATCH)
-            submit(Job(self._jobs, tuple(keys[batch]), rows[batch]))
+            submit(Job(self._jobs, tuple(keys[batch]), tuple(rows[batch])))
         if not tier.drain(120):
             raise SystemExit("the tier did not finish in 120 s")
         results = tier.poll()

@@ -18,6 +18,11 @@ def store_threads_of(threads: int) -> int:
     return max(1, threads - (threads + 3) // 4)
 
 
+def threads_of(store_threads: int) -> int:
+    """How many threads, where so many may store at a time: a quarter as many besides for loads."""
+    return store_threads + -(-store_threads // 4)
+
+
 class Pool:
     """`threads` threads that run tasks; at most `store_threads` of them store at a time."""
 

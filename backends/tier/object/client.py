@@ -88,16 +88,12 @@ class ObjectClient:
         """A whole object; only its size where it is larger than `most_bytes`. Raises Absent."""
 
         def get() -> Fetched:
-            # One byte more than it may have, so that a larger one shows. To ask for a range is one
-            # call of the client where the whole object is two, each with its own wait.
-            found = obstore.get_range(self._store, name, start=0, length=most_bytes + 1)
-            return Fetched(_array(found), len(found))
+            found = obstore.get(self._store, name)
+            size = found.meta["size"]
+            data = np.empty(0, np.uint8) if size > most_bytes else _array(found.bytes())
+            return Fetched(data, size)
 
-        with contextlib.suppress(NoRange):
-            found = self._ask("fetch", name, get)
-            if found.size <= most_bytes:
-                return found
-        return self._whole(name, most_bytes)
+        return self._ask("fetch", name, get)
 
     def front(self, name: str, count: int) -> Fetched:
         """The first `count` bytes, or fewer where it is shorter. Raises Absent."""
@@ -108,20 +104,9 @@ class ObjectClient:
 
         with contextlib.suppress(NoRange):
             return self._ask("front", name, get)
-        whole = self._whole(name, sys.maxsize)
+        # An empty object has no range at all, and some stores send a small one whole.
+        whole = self.fetch(name, sys.maxsize)
         return Fetched(whole.data[:count], whole.size)
-
-    def _whole(self, name: str, most_bytes: int) -> Fetched:
-        """As `fetch`, where a range is refused: an empty object has none, and some stores send a
-        small one whole."""
-
-        def get() -> Fetched:
-            found = obstore.get(self._store, name)
-            size = found.meta["size"]
-            data = np.empty(0, np.uint8) if size > most_bytes else _array(found.bytes())
-            return Fetched(data, size)
-
-        return self._ask("fetch", name, get)
 
     def size(self, name: str) -> int:
         """Bytes of an object. Raises Absent."""

@@ -44,7 +44,7 @@ from backends.tier.object.quarantine import Quarantine
 from backends.tier.object.requests import Requests
 from backends.tier.object.settings import ObjectSettings
 from backends.tier.object.sharing import Sharing
-from backends.tier.pool import Pool
+from backends.tier.pool import Pool, threads_of
 from backends.tier.probes import Probes
 from backends.tier.spaces import Namespaces
 from backends.tier.turns import Turns
@@ -150,7 +150,7 @@ class ObjectTier(Tier):
         )
         self._keeper.open_first()
         stores = settings.in_flight_blocks(self._row_bytes)
-        self._pool = Pool("kvquay-object", stores + -(-stores // 4), self._run_all, stores)
+        self._pool = Pool("kvquay-object", threads_of(stores), self._run_all, stores)
         self._turns = Turns(
             *("kvquay-object-turns", None),
             replica=parallel.data_parallel_index,
