@@ -135,7 +135,11 @@ class Volume:
         return self.limit_bytes(totals) - self._debt_bytes()
 
     def _debt_bytes(self) -> int:
-        return sum(max(0, o.ledger.cached.bytes - o.quota_bytes) for o in self.others)
+        return sum(
+            max(0, other.ledger.cached.bytes - other.quota_bytes)
+            for other in self.others
+            if other.is_open and other.stores.closed()
+        )
 
     def sweep(self) -> int:
         """Remove what dead writers were writing; how many files. Raises OSError."""
