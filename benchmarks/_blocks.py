@@ -9,6 +9,7 @@ import numpy as np
 
 from backends.block import COMPLETE, HEADER_BYTES, BlockKey, write_header
 from backends.testing import RowBuffer
+from backends.tier.pool import threads_of
 
 
 def put_header(rows: RowBuffer, row: int, key: BlockKey) -> None:
@@ -21,6 +22,12 @@ def put_header(rows: RowBuffer, row: int, key: BlockKey) -> None:
         created_ns=time.time_ns(),
         state=COMPLETE,
     )
+
+
+def stores_of_object_tier(threads: int) -> int:
+    """The `concurrency` with which an object tier has so many threads, all of which load; it has no
+    fewer than two."""
+    return next(n for n in range(threads, 0, -1) if n == 1 or threads_of(n) <= threads)
 
 
 def payload(row: int, rows: RowBuffer) -> np.ndarray:

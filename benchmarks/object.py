@@ -57,8 +57,7 @@ from backends.tier.base import Job, Outcome
 from backends.tier.object.connect import connect
 from backends.tier.object.settings import ObjectSettings
 from backends.tier.object.tier import ObjectTier
-from backends.tier.pool import threads_of
-from benchmarks._blocks import in_turn, make_rows, put_header
+from benchmarks._blocks import in_turn, make_rows, put_header, stores_of_object_tier
 from benchmarks._report import Cell, Report, make_parser, publish
 from tests.servers.seaweedfs import SeaweedFs
 
@@ -111,16 +110,15 @@ class Place:
 
 class TierWay:
     """The tier, as a leader uses it: batches, results by poll. One tier to store, one to load,
-    each with `at_once` requests in flight."""
+    each with `at_once` requests in flight. One load at a time is one that is waited for."""
 
     def __init__(self, place: Place, at_once: int) -> None:
         self._place = place
         self._into = RowBuffer(place.rows.rows, place.rows.row_bytes)
         self._put = self._tier(place.rows, at_once)
-        # All its threads load, and there are more than may store: two at least.
-        stores = next(n for n in range(at_once, 0, -1) if n == 1 or threads_of(n) <= at_once)
+        stores = stores_of_object_tier(at_once)
         self._get = self._tier(self._into, stores)
-        self._one_by_one = threads_of(stores) > at_once
+        self._one_by_one = at_once < 2
         self._jobs = 0
         self._got = 0
 

@@ -31,7 +31,7 @@ from backends.tier.filesystem.tier import FilesystemTier
 from backends.tier.object.settings import ObjectSettings
 from backends.tier.object.tier import ObjectTier
 from backends.tier.pool import store_threads_of
-from benchmarks._blocks import put_header
+from benchmarks._blocks import put_header, stores_of_object_tier
 
 BATCH = 16
 WAIT_S = 120.0
@@ -51,13 +51,12 @@ class TierWay(Way):
         self.work = work
         row_bytes = HEADER_BYTES + work.block_bytes
         self._from, self._into = (RowBuffer(work.count, row_bytes) for _ in range(2))
-        threads = next(n for n in range(1, 4 * work.depth + 4) if store_threads_of(n) == work.depth)
-        self._stores = self._open(self._from, threads)
-        self._loads = self._open(self._into, work.depth)
+        self._stores = self._open(self._from, loads=False)
+        self._loads = self._open(self._into, loads=True)
         self._jobs = 0
         self._outcomes: list[Outcome] = []
 
-    def _open(self, rows: RowBuffer, threads: int) -> Tier:
+    def _open(self, rows: RowBuffer, *, loads: bool) -> Tier:
         raise NotImplementedError
 
     def fill(self, keys: Sequence[str], write: Callable[[int, Bytes], None]) -> None:
@@ -108,8 +107,13 @@ class TierWay(Way):
 
 
 class FilesystemWay(TierWay):
-    def _open(self, rows: RowBuffer, threads: int) -> Tier:
+    def _open(self, rows: RowBuffer, *, loads: bool) -> Tier:
         work = self.work
+        threads = work.depth
+        if not loads:
+            # Some of its threads never store.
+            most = range(1, 4 * work.depth + 4)
+            threads = next(n for n in most if store_threads_of(n) == work.depth)
         settings = FilesystemSettings(
             paths=(work.directory,),
             capacity=2 * work.capacity_blocks * rows.row_bytes + (1 << 30),
@@ -128,7 +132,8 @@ class FilesystemWay(TierWay):
 class ObjectWay(TierWay):
     """Credentials come from the environment."""
 
-    def _open(self, rows: RowBuffer, threads: int) -> Tier:
+    def _open(self, rows: RowBuffer, *, loads: bool) -> Tier:
+        depth = self.work.depth
         options = self.work.options
         settings = ObjectSettings(
             url=f"s3://{options['bucket']}/{options['prefix']}",
@@ -136,7 +141,7 @@ class ObjectWay(TierWay):
             region=options["region"],
             allow_http=True,
             rescan_s=0,
-            concurrency=threads,
+            concurrency=stores_of_object_tier(depth) if loads else depth,
             queue_blocks=1 << 20,
             queue_bytes=1 << 40,
         )

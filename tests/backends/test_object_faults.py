@@ -264,7 +264,7 @@ def service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[_Servic
         yield service
 
 
-def _only(service: _Service, number: int, answer: tuple[int, str]) -> Callable[..., Any]:
+def _only(number: int, answer: tuple[int, str]) -> Callable[..., Any]:
     """Only the credentials that the service gives as this one are good, the others are answered."""
 
     def fault(method: str, key: str, query: str, headers: Any) -> Any:
@@ -280,7 +280,7 @@ def test_an_expired_token_is_renewed(
     bench, keys = open_bench(), make_keys("expired", 3)
     assert bench.store(keys) == [DONE] * 3
     good = service.given + 1
-    server.fault = _only(service, good, (400, "ExpiredToken"))
+    server.fault = _only(good, (400, "ExpiredToken"))
     assert bench.load(keys) == [DONE] * 3
     assert service.given == good
 
@@ -291,7 +291,7 @@ def test_credentials_that_were_replaced_are_found_anew(
     """A key is taken out of use, and only a while later there is another."""
     bench, keys = open_bench(), make_keys("replaced", 3)
     assert bench.store(keys) == [DONE] * 3
-    server.fault = _only(service, service.given + 2, (403, "InvalidAccessKeyId"))
+    server.fault = _only(service.given + 2, (403, "InvalidAccessKeyId"))
     assert FAILED in bench.load(keys)
     assert bench.tier.counters()["denied"] >= 1
     _again(bench, keys)

@@ -240,7 +240,7 @@ class Keeper:
         if not self._over:
             return
         low_bytes = int(settings.low_watermark * limit_bytes)
-        if not paused and not disk_is_full:
+        if not paused and not disk_is_full and not volume.is_over():
             while len(spares) < spares.most and _held_bytes(paths) > low_bytes:
                 if not self._evict_some(1, self._evictor, paths, spare=True):
                     break
