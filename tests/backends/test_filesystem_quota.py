@@ -265,24 +265,33 @@ def test_the_watermarks_of_two_paths_are_one(tmp_path: Path, high: float, low: f
         assert hits == [True] * (round(32 * low) - 4) + [False] * (20 - round(32 * low))
 
 
+@pytest.mark.parametrize("size", [1, 24])
 def test_what_a_path_has_above_its_part_is_room_that_others_lack(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     """Where the capacity was larger before, and the background has not come to evicting yet."""
     monkeypatch.setattr(Keeper, "_evict", lambda keeper: None)
     paths = (str(tmp_path / "a"), str(tmp_path / "b"))
     here, there = [], []
-    with Bench(make_settings("unused", paths=paths, capacity=blocks(16))) as bench:
-        for key in make_keys("uneven", 60):
+    with Bench(make_settings("unused", paths=paths, capacity=blocks(16 * size))) as bench:
+        for key in make_keys("uneven", 60 * size):
             (here if bench.fs._order(bench.fs._namespace.block_id(key))[0] else there).append(key)
-        assert bench.store(there[:7]) == [DONE] * 7
-        assert len(block_files(tmp_path / "a")) == 7
-    with Bench(make_settings("unused", paths=paths, capacity=blocks(8))) as bench:
-        for key in here[:8]:
-            bench.store([key])
-            files = [*block_files(tmp_path / "a"), *block_files(tmp_path / "b")]
-            assert len(files) <= 8
-        assert bench.lookup(here[7:8]) == [Lookup.HIT]
+        for n in range(size):
+            assert bench.store(there[7 * n : 7 * n + 7]) == [DONE] * 7
+        assert len(block_files(tmp_path / "a")) == 7 * size
+    with Bench(make_settings("unused", paths=paths, capacity=blocks(8 * size))) as bench:
+        # Also where the path above its part stores, which makes room by files to be written over.
+        for n in range(4 * size):
+            bench.store([there[7 * size + n]])
+            bench.store([here[n]])
+            assert sum(blocks_on(tmp_path / name) for name in "ab") <= 8 * size
+        assert bench.lookup(here[4 * size - 1 : 4 * size]) == [Lookup.HIT]
+
+
+def blocks_on(path: Path) -> int:
+    """Files with a block's size, whether they have a name, are spare, or are being written."""
+    files = [*block_files(path), *leftovers(path)]
+    return sum(file.stat().st_size == blocks(1) for file in files if file.exists())
 
 
 def test_what_one_path_has_no_room_for_waits_until_another_is_counted(
