@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from backends.block import BlockKey
 from backends.tier.counters import Counters
 from backends.tier.filesystem import naming
 from backends.tier.filesystem.removal import Victim
@@ -143,6 +144,8 @@ class Evictor:
             for candidate in batch
         ]
         removals, error = volume.remover.remove(victims, spare=spare)
+        counts = {"evicted": 0, "evicted_bytes": 0, "evicted_never_read": 0}
+        gone: list[BlockKey] = []
         for candidate, removal in zip(batch, removals, strict=True):
             block_id = candidate.block_id
             done.freed_bytes += removal.freed_bytes
@@ -155,14 +158,12 @@ class Evictor:
             never_read = index.is_unread(block_id)
             index.evicted(candidate)
             if removal.freed_bytes:
+                counts["evicted"] += 1
+                counts["evicted_bytes"] += removal.freed_bytes
+                counts["evicted_never_read"] += never_read
                 if not candidate.namespace:  # another one's keys mean nothing to who asks
-                    self._gone.add((candidate.key,))
-                self._counters.add_all(
-                    {
-                        "evicted": 1,
-                        "evicted_bytes": removal.freed_bytes,
-                        "evicted_never_read": never_read,
-                    }
-                )
+                    gone.append(candidate.key)
+        self._counters.add_all(counts)
+        self._gone.add(gone)
         if error is not None:
             raise error
