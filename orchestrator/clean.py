@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from backends.region.reap import find_stale, reap
 from backends.units import format_size
@@ -58,7 +58,8 @@ def clean(console: Console, *, apply: bool) -> None:
     if not files:
         console.print("nothing to clean: no kvquay_* file in /dev/shm")
         return
-    table = Table("file", "size", "lock", "owner pid", "result", box=None, pad_edge=False)
+    columns = ("size", "lock", "owner pid", "result")
+    table = Table(Column("file", overflow="fold"), *columns, box=None, pad_edge=False)
     for file, result in zip(files, results, strict=True):
         table.add_row(
             file.path,

@@ -85,6 +85,7 @@ class ObjectTierConf:
     allow_http: bool = False
     ca_bundle: Optional[str] = None
     signed_payload: bool = False
+    direct_reads: bool = True
     capacity: str = "unbounded"  # of everything under the url, for all replicas together
     high_watermark: float = 0.95
     low_watermark: float = 0.90

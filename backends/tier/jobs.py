@@ -55,6 +55,20 @@ class Task:
         return deadline_s is not None and time.monotonic() >= deadline_s
 
 
+class TaskRow:
+    """The row of a task, from when its bytes come."""
+
+    def __init__(self, jobs: Jobs, task: Task) -> None:
+        self._jobs = jobs
+        self._task = task
+
+    def take(self) -> Bytes | None:
+        return self._jobs.row(self._task) if self._jobs.begin(self._task) else None
+
+    def give_back(self) -> None:
+        self._jobs.put_back(self._task)
+
+
 class JobState:
     """A job that has no result yet."""
 
@@ -140,9 +154,14 @@ class Jobs:
             return True
 
     def put_back(self, task: Task) -> None:
-        """Give up a task that was begun; its row is touched no more until it is begun again."""
+        """Give up a task that was begun; its row is touched no more until it is begun again.
+
+        One that is late ends now, as it was passed over when its deadline came.
+        """
         with self._lock:
             task.begun = False
+            if not task.ended and task.is_late():
+                self._end(task, Outcome.LATE, _LATE, 0)
 
     def end(self, task: Task, outcome: Outcome, reason: str = "", moved_bytes: int = 0) -> None:
         """A task that its caller has begun, or that nobody has, ends. The first end counts."""

@@ -16,6 +16,7 @@ from backends.tier.base import Bytes
 from backends.tier.health import Breaker
 from backends.tier.naming import Namespace
 from backends.tier.object.client import ObjectClient
+from backends.tier.object.direct import Target
 from backends.tier.object.faults import Absent, Exists, Refused
 from backends.tier.object.names import block_path
 from backends.tier.object.quarantine import Quarantine
@@ -109,13 +110,20 @@ class ObjectBlocks:
                 return True
         raise Refused("what is wrong in its place cannot be taken away")
 
-    def fetch(self, key: BlockKey, block_id: int, deadline_s: float | None) -> Bytes:
-        """What stands where the block should be, uint8 [row_bytes]. Raises Absent, BlockWrong."""
+    def fetch(
+        self, key: BlockKey, block_id: int, target: Target, deadline_s: float | None
+    ) -> Bytes | None:
+        """What stands where the block should be, in the memory of `target`, uint8 [row_bytes].
+
+        None where that is not wanted any more. Raises Absent, BlockWrong.
+        """
         name, row_bytes = block_path(self._form.namespace, key, block_id), self._form.row_bytes
         found = self._requests.ask(
-            lambda: self._client.fetch(name, row_bytes), self._reads, deadline_s=deadline_s
+            lambda: self._client.fetch_into(name, row_bytes, target, deadline_s),
+            self._reads,
+            deadline_s=deadline_s,
         )
-        if found.size != row_bytes or found.data.size != row_bytes:
+        if found.size != row_bytes:
             raise BlockWrong(f"is {found.size} bytes long, expected {row_bytes}")
         return found.data
 

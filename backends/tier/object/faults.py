@@ -95,7 +95,7 @@ def classify(error: BaseException) -> StoreFault:
         return Absent("it is not there")
     if isinstance(error, (raw.AlreadyExistsError, raw.PreconditionError)):
         return Exists("it exists already")
-    code = _found(_CODE, text)
+    code = code_in(text)
     if code in _EXPIRED_CODES:
         return Expired(f"the credentials have expired ({code})")
     refused = isinstance(error, (raw.PermissionDeniedError, raw.UnauthenticatedError))
@@ -105,6 +105,24 @@ def classify(error: BaseException) -> StoreFault:
     if isinstance(error, raw.GenericError):
         return _generic(text, code)
     return Refused(f"the client refuses it: {type(error).__name__}")
+
+
+def passes(status: int) -> bool:
+    """Whether what an HTTP status says may be otherwise in a while."""
+    return status >= 500 or status in _PASSING
+
+
+def code_in(answer: str) -> str:
+    """The error code in a server's answer, or ""."""
+    return _found(_CODE, answer)
+
+
+def of_status(status: int, code: str = "") -> StoreFault:
+    """What an HTTP status means that is neither success nor a matter of rights."""
+    words = f"the server answers {status}{f' {code}' if code else ''}"
+    if passes(status):
+        return Sick(words, "throttled" if status in _LIMITS else "error")
+    return NoRange(words) if status == _NO_RANGE else Refused(words)
 
 
 def _generic(text: str, code: str) -> StoreFault:
@@ -123,10 +141,7 @@ def _generic(text: str, code: str) -> StoreFault:
     if status in (401, 403):
         return Denied(f"access denied (status {status})")
     if status:
-        words = f"the server answers {status}{f' {code}' if code else ''}"
-        if status >= 500 or status in _PASSING:
-            return Sick(words, "throttled" if status in _LIMITS else "error")
-        return NoRange(words) if status == _NO_RANGE else Refused(words)
+        return of_status(status, code)
     if "NotPartial" in text:
         return NoRange("the server sends the whole where a part was asked for")
     if "UnknownIssuer" in text or "certificate" in text:

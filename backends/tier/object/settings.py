@@ -54,6 +54,8 @@ class ObjectSettings:
     stagger_s: what each next replica in a key's order waits before it looks again and writes.
     conditional: create-only puts: as a probe at start finds (`auto`), required (`on`), not used
         (`off`).
+    direct_reads: s3 only: receive blocks straight into their rows, where the server lets us; else
+        they pass through the client's memory.
     verify: check the payload's checksum at every load. The header is always checked.
     quarantine_limit_bytes: wrong objects kept for inspection; 0 deletes them. Inside no capacity.
     absent_ttl_s: how long "not there" is believed before the store is asked again.
@@ -91,6 +93,7 @@ class ObjectSettings:
     placement: Literal["shared", "per_replica"] = "shared"
     stagger_s: float = 0.2
     conditional: Literal["auto", "on", "off"] = "auto"
+    direct_reads: bool = True
     verify: bool = True
     quarantine_limit_bytes: Size = 256 << 20
     absent_ttl_s: float = 2.0

@@ -28,7 +28,7 @@ from backends.tier.counters import Counters
 from backends.tier.gone import Gone
 from backends.tier.health import Breaker
 from backends.tier.index import Index
-from backends.tier.jobs import Jobs, Task
+from backends.tier.jobs import Jobs, Task, TaskRow
 from backends.tier.manifest import pack_manifest
 from backends.tier.naming import Namespace
 from backends.tier.object import requests
@@ -260,6 +260,10 @@ class ObjectTier(Tier):
             for part in parts:
                 part.stop()
             ended = [part.join(end_s) for part in parts]
+            if not all(ended):
+                # No row may be written to any more: it is the caller's again.
+                self._client.interrupt()
+                ended = [part.join(time.monotonic() + 1.0) for part in parts]
             if all(ended):
                 self._keeper.leave()
                 self._client.close()
@@ -370,11 +374,10 @@ class ObjectTier(Tier):
         if task.ended or (task.is_late() and not self._jobs.begin(task)):
             return
         try:
-            data = self._blocks.fetch(task.key, task.block_id, task.deadline_s)
-            if not self._jobs.begin(task):
+            target = TaskRow(self._jobs, task)
+            row = self._blocks.fetch(task.key, task.block_id, target, task.deadline_s)
+            if row is None:
                 return
-            row = self._jobs.row(task)
-            row[:] = data
             self._blocks.check(row, task.key)
         except BlockWrong as wrong:
             self._found_wrong(task, wrong)
