@@ -254,6 +254,9 @@ class TestTls:
         with ServerBench(bucket, prefix, allow_http=False, ca_bundle=given) as bench:
             assert bench.store(keys) == [DONE] * 2
             assert bench.load(keys) == [DONE] * 2
+            direct = bench.object._client._direct
+            assert direct is not None
+            assert direct._idle, "no load went over a connection of our own"
 
     def test_a_server_that_nobody_vouches_for_is_sent_nothing(
         self, tls_gateway: Gateway, use_account: UseAccount, prefix: str

@@ -111,7 +111,7 @@ class ObjectClient:
         """
 
         def get() -> Received:
-            direct = self._direct if self._direct is not None and self._direct.useful else None
+            direct = self._direct if self.reads_directly else None
             if direct is not None:
                 with contextlib.suppress(Unclear):
                     return direct.fetch(name, row_bytes, target, deadline_s)
@@ -128,6 +128,11 @@ class ObjectClient:
             return Received(row, size)
 
         return self._ask("fetch", name, get)
+
+    @property
+    def reads_directly(self) -> bool:
+        """Whether `fetch_into` does without memory of the client's, as far as is known."""
+        return self._direct is not None and self._direct.useful
 
     def front(self, name: str, count: int) -> Fetched:
         """The first `count` bytes, or fewer where it is shorter. Raises Absent."""

@@ -291,6 +291,8 @@ class ObjectTier(Tier):
             for what, loads in (("stores", False), ("loads", True))
             if (why := self._why_not(loads=loads)) is not None
         ]
+        if settings.scheme == "s3" and settings.direct_reads and not self._client.reads_directly:
+            whys.append("; loads pass through the client, as nothing else gets an answer")
         return [f"{settings.url}: {how}{''.join(whys)}"]
 
     def _why_not(self, *, loads: bool) -> str | None:
