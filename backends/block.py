@@ -49,6 +49,8 @@ HASH_BYTES_MAX: Final = 64
 FINGERPRINT_BYTES: Final = 32
 _SEALED_FLAGS: Final = struct.pack("<I", 1)
 _THIS_FORMAT: Final = struct.pack("<8sI", MAGIC, FORMAT_VERSION)
+_KEEPS_BYTES: Final = 64 << 10
+_ONE_CALL_BYTES: Final = 512 << 10
 _FIELDS = struct.Struct("<8sIIII64sQQ32sIIQ")
 _KEY_FIELDS = struct.Struct("<II64s")
 _FORMAT = slice(0, 12)
@@ -268,10 +270,10 @@ def seal(block: Bytes, stored_bytes: int) -> None:
     data = block.data
     if data[_FLAGS] == _SEALED_FLAGS and data[_CHECKSUM] == _header_checksum(data):
         return
-    payload = xxhash.xxh3_64_intdigest(data[HEADER_BYTES : HEADER_BYTES + stored_bytes])
+    payload = _payload_checksum(data[HEADER_BYTES : HEADER_BYTES + stored_bytes])
     # Assigned, not packed in place: `struct` zeroes its target first, and another tier may be
     # writing this very header to its disk.
-    data[_FLAGS_AND_SUM] = _SEALED_FLAGS + payload.to_bytes(8, "little")
+    data[_FLAGS_AND_SUM] = _SEALED_FLAGS + payload
     data[_CHECKSUM] = _header_checksum(data)
 
 
@@ -292,8 +294,7 @@ def check(block: Bytes, key: BlockKey, fingerprint: bytes, stored_bytes: int) ->
         return "was never sealed: it has no checksum of its payload"
     if block.size < HEADER_BYTES + stored_bytes:
         return f"is {block.size} bytes long, expected {HEADER_BYTES + stored_bytes}: truncated"
-    payload = xxhash.xxh3_64_intdigest(data[HEADER_BYTES : HEADER_BYTES + stored_bytes])
-    if data[_PAYLOAD_SUM] != payload.to_bytes(8, "little"):
+    if data[_PAYLOAD_SUM] != _payload_checksum(data[HEADER_BYTES : HEADER_BYTES + stored_bytes]):
         return "has a damaged payload: its checksum differs"
     return None
 
@@ -302,6 +303,20 @@ def _names(data: memoryview, key: BlockKey) -> bool:
     return data[_FORMAT] == _THIS_FORMAT and data[_KEY] == _KEY_FIELDS.pack(
         key.group, len(key.hash), key.hash
     )
+
+
+def _payload_checksum(payload: memoryview) -> bytes:
+    """XXH3, 64 bits, little-endian.
+
+    The library lets the interpreter go for each call with more than 64 KiB. Where several I/O
+    threads run, to get it back takes longer than to sum up a small payload.
+    """
+    if payload.nbytes > _ONE_CALL_BYTES:
+        return xxhash.xxh3_64_intdigest(payload).to_bytes(8, "little")
+    digest = xxhash.xxh3_64()
+    for begin in range(0, payload.nbytes, _KEEPS_BYTES):
+        digest.update(payload[begin : begin + _KEEPS_BYTES])
+    return digest.intdigest().to_bytes(8, "little")
 
 
 def _header_checksum(data: memoryview) -> bytes:
