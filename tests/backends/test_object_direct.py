@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -365,6 +366,21 @@ def test_what_cannot_be_signed_is_for_the_client(server: Server) -> None:
     settings = ObjectSettings(url="s3://bucket/prefix")
     with pytest.raises(Unclear):
         DirectReads(settings, sign).fetch("x", SIZE, Memory(), None)
+
+
+def test_whom_to_trust_is_for_the_client(server: Server, tmp_path: Path) -> None:
+    """Certificates that cannot be read, and a server that does not speak TLS."""
+    own = tmp_path / "own.pem"
+    own.write_text("no certificate")
+
+    def sign(name: str) -> str:
+        return f"https://127.0.0.1:{server.port}/{name}?"
+
+    for ca_bundle in (str(own), None):
+        settings = ObjectSettings(url="s3://bucket/prefix", ca_bundle=ca_bundle)
+        with pytest.raises(Unclear):
+            DirectReads(settings, sign).fetch("x", SIZE, Memory(), None)
+    assert server.connections == 1
 
 
 # The tier on it.

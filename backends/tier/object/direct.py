@@ -128,9 +128,13 @@ class DirectReads:
     def _context(self) -> ssl.SSLContext:
         with self._lock:
             if self._tls is None:
-                self._tls = ssl.create_default_context()
-                if self._settings.ca_bundle is not None:
-                    self._tls.load_verify_locations(cafile=self._settings.ca_bundle)
+                context, own = ssl.create_default_context(), self._settings.ca_bundle
+                if own is not None:
+                    try:
+                        context.load_verify_locations(cafile=own)
+                    except OSError:
+                        raise Unclear from None
+                self._tls = context
             return self._tls
 
     def _kept(self) -> Connection | None:
