@@ -35,6 +35,8 @@ class ObjectSettings:
     allow_http: talk without TLS where the endpoint says `http://`.
     ca_bundle: a file of PEM certificates to trust besides the system's.
     signed_payload: hash every byte again for the request's signature. Blocks carry a checksum.
+    direct_reads: s3 only: receive blocks straight into their rows, where the server lets us; else
+        they pass through the client's memory.
     capacity: bytes for everything under the url, all namespaces and all processes together, or
         `unbounded`: then a lifecycle rule of the bucket bounds it.
     high_watermark, low_watermark: parts of the capacity; above the one eviction begins in the
@@ -54,8 +56,6 @@ class ObjectSettings:
     stagger_s: what each next replica in a key's order waits before it looks again and writes.
     conditional: create-only puts: as a probe at start finds (`auto`), required (`on`), not used
         (`off`).
-    direct_reads: s3 only: receive blocks straight into their rows, where the server lets us; else
-        they pass through the client's memory.
     verify: check the payload's checksum at every load. The header is always checked.
     quarantine_limit_bytes: wrong objects kept for inspection; 0 deletes them. Inside no capacity.
     absent_ttl_s: how long "not there" is believed before the store is asked again.
@@ -72,6 +72,7 @@ class ObjectSettings:
     allow_http: bool = False
     ca_bundle: str | None = None
     signed_payload: bool = False
+    direct_reads: bool = True
     capacity: Size | Literal["unbounded"] = UNBOUNDED
     high_watermark: float = 0.95
     low_watermark: float = 0.90
@@ -93,7 +94,6 @@ class ObjectSettings:
     placement: Literal["shared", "per_replica"] = "shared"
     stagger_s: float = 0.2
     conditional: Literal["auto", "on", "off"] = "auto"
-    direct_reads: bool = True
     verify: bool = True
     quarantine_limit_bytes: Size = 256 << 20
     absent_ttl_s: float = 2.0
