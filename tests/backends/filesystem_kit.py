@@ -10,13 +10,21 @@ import stat
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from backends.block import BlockKey
-from backends.testing import FINGERPRINT, Opener, RowBuffer, TierBench, TierHarness, make_context
+from backends.testing import (
+    FINGERPRINT,
+    ContractBroken,
+    Opener,
+    RowBuffer,
+    TierBench,
+    TierHarness,
+    make_context,
+)
 from backends.tier.base import Tier, TierContext
 from backends.tier.filesystem import FilesystemSettings, naming, native
 from backends.tier.filesystem.io import OsIo
@@ -117,9 +125,8 @@ class FilesystemHarness(TierHarness):
 
     def raw_read(self, fingerprint: bytes, key: BlockKey) -> bytes | None:
         for path in self.paths:
-            file = path / block_path(fingerprint, key)
-            if file.exists():
-                return file.read_bytes()
+            with contextlib.suppress(FileNotFoundError):
+                return (path / block_path(fingerprint, key)).read_bytes()
         return None
 
     def raw_write(self, fingerprint: bytes, key: BlockKey, data: bytes) -> None:
@@ -176,6 +183,15 @@ def block_path(fingerprint: bytes, key: BlockKey, replica: int | None = None) ->
 def files_below(path: Path) -> list[Path]:
     """All that is no directory, also while directories come and go."""
     return sorted(Path(place) / name for place, _, names in os.walk(path) for name in names)
+
+
+def statuses(files: Iterable[Path]) -> dict[Path, os.stat_result]:
+    """Of those that are still there: a tier renames and deletes while somebody looks."""
+    found = {}
+    for file in files:
+        with contextlib.suppress(FileNotFoundError):
+            found[file] = file.lstat()
+    return found
 
 
 def block_files(path: Path) -> list[Path]:
@@ -297,13 +313,18 @@ def ledger_of(tier: FilesystemTier, path: int = 0) -> Ledger:
 def assert_counted_right(bench: Bench, path: Path) -> None:
     """The ledger says what stands on the disk, and no reservation of a store has stayed."""
     ledger = ledger_of(bench.fs)
-    files = block_files(path)
-    found = [file.lstat() for file in (*files, *(path / naming.QUARANTINE).iterdir())]
-    held = sum(status.st_size for status in found if stat.S_ISREG(status.st_mode))
     spares = bench.fs._lanes[0].volume.space.spares
+    told: list[str] = []
 
     def right() -> bool:
+        files = block_files(path)
+        found = statuses((*files, *(path / naming.QUARANTINE).iterdir())).values()
+        held = sum(status.st_size for status in found if stat.S_ISREG(status.st_mode))
         totals, reserved = ledger.totals(), ledger._in_use_bytes - len(spares) * ROW_BYTES
+        told[:] = [f"{totals}, {reserved} reserved: {len(files)} blocks, {held} bytes are there"]
         return (totals.bytes, totals.blocks, reserved) == (held, len(files), 0)
 
-    bench.until(right, f"{ledger.totals()}, but {len(files)} blocks and {held} bytes are there")
+    try:
+        bench.until(right, "it is not counted right")
+    except ContractBroken as error:
+        raise AssertionError(f"{error}: {told}") from None

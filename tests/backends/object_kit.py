@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import threading
@@ -98,7 +99,9 @@ class ObjectHarness(TierHarness):
 
     def raw_read(self, fingerprint: bytes, key: BlockKey) -> bytes | None:
         file = self.directory / "store" / path_of(fingerprint, key)
-        return file.read_bytes() if file.exists() else None
+        with contextlib.suppress(FileNotFoundError):
+            return file.read_bytes()
+        return None
 
     def raw_write(self, fingerprint: bytes, key: BlockKey, data: bytes) -> None:
         file = self.directory / "store" / path_of(fingerprint, key)

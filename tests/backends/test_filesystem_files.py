@@ -22,6 +22,7 @@ from filesystem_kit import (
     block_path,
     leftovers,
     make_settings,
+    statuses,
 )
 
 from backends.block import HEADER_BYTES, BlockKey
@@ -66,9 +67,9 @@ def test_directories_are_0700_and_files_0600(disk: Path) -> None:
     try:
         with Bench(make_settings(disk)) as bench:
             bench.store(make_keys("modes", 3))
-            for path in (disk, *disk.rglob("*")):
-                expected = 0o700 if path.is_dir() else 0o600
-                assert stat.S_IMODE(path.stat().st_mode) == expected, path
+            for path, found in statuses((disk, *disk.rglob("*"))).items():
+                expected = 0o700 if stat.S_ISDIR(found.st_mode) else 0o600
+                assert stat.S_IMODE(found.st_mode) == expected, path
     finally:
         os.umask(previous)
 

@@ -25,6 +25,7 @@ from filesystem_kit import (
     ledger_of,
     leftovers,
     make_settings,
+    statuses,
 )
 
 from backends.block import HEADER_BYTES
@@ -158,7 +159,7 @@ def test_the_quarantine_is_inside_the_capacity(disk: Path, cut: bool) -> None:
         assert_counted_right(bench, disk)
         for key in make_keys("more", 5):
             bench.store([key])
-        held = sum(file.stat().st_size for file in disk.rglob("*.kvb"))
+        held = sum(found.st_size for found in statuses(disk.rglob("*.kvb")).values())
         assert held <= blocks(8)
         assert_counted_right(bench, disk)
 
@@ -292,7 +293,7 @@ def test_what_a_path_has_above_its_part_is_room_that_others_lack(
 def blocks_on(path: Path) -> int:
     """Files with a block's size, whether they have a name, are spare, or are being written."""
     files = [*block_files(path), *leftovers(path)]
-    return sum(file.stat().st_size == blocks(1) for file in files if file.exists())
+    return sum(found.st_size == blocks(1) for found in statuses(files).values())
 
 
 def test_what_one_path_has_no_room_for_waits_until_another_is_counted(
