@@ -318,10 +318,10 @@ class Arena:
                 self.actors[index] = Actor(self.directory)
 
 
-def reap_always(directory: str) -> None:
+def reap_always(directory: str, parent: int) -> None:
     """A second reaper beside those of the engines, which must never take a living one's file."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    while True:
+    while os.getppid() == parent:  # it may have died before this one could be bound to it
         reap(find_stale(directory), apply=True)
         time.sleep(0.003)
 
@@ -396,9 +396,10 @@ def run(rounds: int, seconds: float, arenas: int, seed: int) -> dict[str, Any]:
     directory = tempfile.mkdtemp(prefix="region-stress-", dir="/dev/shm")
     with shared_memory_meter() as meter:
         before = meter.used_bytes()
-        reaper = os.fork()
+        parent, reaper = os.getpid(), os.fork()
         if reaper == 0:
-            reap_always(directory)
+            reap_always(directory, parent)
+            os._exit(0)
         streams = []
         for number in range(arenas):
             out_read, out_write = os.pipe()

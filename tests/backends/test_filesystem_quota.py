@@ -430,13 +430,20 @@ def work(seed):
         bench.store(keys)
         bench.load([key for key in keys if chance.random() < 0.5])
 
+def end(pid):
+    if os.waitpid(pid, os.WNOHANG) != (0, 0):
+        sys.exit("one of them ended by itself")
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
 def start(seed):
-    pid = os.fork()
+    parent, pid = os.getpid(), os.fork()
     if pid:
         return pid
     try:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-        work(seed)
+        if os.getppid() == parent:  # else it has died before it could take this one with it
+            work(seed)
     except BaseException:
         traceback.print_exc()
     os._exit(1)
@@ -445,12 +452,11 @@ chance = random.Random(os.getpid())
 running = [start(seed) for seed in range(3)]
 for seed in range(3, 3 + int(kills)):
     time.sleep(chance.uniform(0.0, 0.7))
-    victim = running.pop(chance.randrange(3))
-    if os.waitpid(victim, os.WNOHANG) != (0, 0):
-        sys.exit("one of them ended by itself")
-    os.kill(victim, signal.SIGKILL)
-    os.waitpid(victim, 0)
+    end(running.pop(chance.randrange(3)))
     running.append(start(seed))
+time.sleep(0.5)
+for pid in running:
+    end(pid)
 """
 
 
