@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from directory_tier import DirectorySettings, DirectoryTier
 from test_directory_tier import DirectoryHarness
 
-from backends.block import EMPTY, BlockKey, set_state
+from backends.block import EMPTY, HEADER_BYTES, BlockKey, set_state
 from backends.testing import (
     Fault,
     FaultKind,
@@ -478,7 +478,9 @@ class OneTemporaryName(DirectoryTier):
     def write_block(self, key: BlockKey, block: Bytes) -> None:
         temporary = self._blocks / "0.tmp"
         with open(temporary, "wb") as file:
-            file.write(block.data)
+            file.write(block.data[:HEADER_BYTES])
+            time.sleep(0.005)  # so that the other one comes in between
+            file.write(block.data[HEADER_BYTES:])
         temporary.rename(self._file(key))
 
 
