@@ -18,6 +18,8 @@ setup(
         Extension(
             "backends.tier.filesystem._files",
             sources=["backends/tier/filesystem/_files.c"],
+            depends=["backends/_xxh3.h"],
+            include_dirs=["backends"],
             extra_compile_args=["-O3"],
             optional=True,
         ),

@@ -277,10 +277,17 @@ def seal(block: Bytes, stored_bytes: int) -> None:
     data[_CHECKSUM] = _header_checksum(data)
 
 
-def check(block: Bytes, key: BlockKey, fingerprint: bytes, stored_bytes: int) -> str | None:
+def check(
+    block: Bytes,
+    key: BlockKey,
+    fingerprint: bytes,
+    stored_bytes: int,
+    payload_sum: int | None = None,
+) -> str | None:
     """Why a block that came back must not be used; None if it is whole and the one meant.
 
-    `block` is what was read, uint8 [n]; it may be shorter than it should be.
+    `block` is what was read, uint8 [n]; it may be shorter than it should be. `payload_sum` is the
+    XXH3-64 of its `stored_bytes`, where the caller has made it already.
     """
     if block.size < HEADER_BYTES:
         return f"is {block.size} bytes long, expected at least a header of {HEADER_BYTES}"
@@ -294,7 +301,12 @@ def check(block: Bytes, key: BlockKey, fingerprint: bytes, stored_bytes: int) ->
         return "was never sealed: it has no checksum of its payload"
     if block.size < HEADER_BYTES + stored_bytes:
         return f"is {block.size} bytes long, expected {HEADER_BYTES + stored_bytes}: truncated"
-    if data[_PAYLOAD_SUM] != _payload_checksum(data[HEADER_BYTES : HEADER_BYTES + stored_bytes]):
+    found = (
+        _payload_checksum(data[HEADER_BYTES : HEADER_BYTES + stored_bytes])
+        if payload_sum is None
+        else payload_sum.to_bytes(8, "little")
+    )
+    if data[_PAYLOAD_SUM] != found:
         return "has a damaged payload: its checksum differs"
     return None
 

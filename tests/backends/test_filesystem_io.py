@@ -11,7 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
+from backends import block
+from backends.block import HEADER_BYTES
 from backends.tier.base import Bytes
 from backends.tier.filesystem import native
 from backends.tier.filesystem.io import FileRead, FileStat, FileToRead, FileWrite, OsIo
@@ -40,10 +43,18 @@ def directory(tmp_path: Path) -> Iterator[int]:
     os.close(fd)
 
 
-def page_aligned(fill: int = 0) -> Bytes:
-    data = np.frombuffer(mmap.mmap(-1, SIZE), dtype=np.uint8)
-    data[:] = fill or np.arange(SIZE) % 251
+def page_aligned(fill: int = 0, size: int = SIZE) -> Bytes:
+    data = np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8)
+    data[:] = fill or np.arange(size) % 251
     return data
+
+
+def sealed(data: Bytes) -> Bytes:
+    """What a file of these bytes has."""
+    other = page_aligned(size=data.size)
+    other[:] = data
+    block.seal(other, other.size - HEADER_BYTES)
+    return other
 
 
 def put(io: OsIo, directory: int, name: str) -> OSError | None:
@@ -56,7 +67,7 @@ def get(
 ) -> tuple[FileRead, Bytes]:
     into = page_aligned(fill=0xEE)
     file = FileToRead(path, into, 9 * DAY_NS + 1, before_ns)
-    [read] = io.read_files(directory, flags, [file])
+    [read] = io.read_files(directory, flags, [file], summed=True)
     if isinstance(read, OSError):
         raise read
     return read, into
@@ -77,12 +88,13 @@ def test_a_file_comes_back_as_it_was_written(
     found = (tmp_path / "a").stat()
     assert (found.st_atime_ns, found.st_mtime_ns) == (5 * DAY_NS + 7, 4 * DAY_NS + 9)
     assert stat.S_IMODE(found.st_mode) == 0o600
-    assert (tmp_path / "b").read_bytes() == bytes([3]) * SIZE
+    assert (tmp_path / "b").read_bytes() == sealed(page_aligned(fill=3)).tobytes()
     read, into = get(io, directory, "a", flags=READ | direct)
-    assert read == FileRead(
+    assert read._replace(payload_sum=None) == FileRead(
         found.st_mode, SIZE, found.st_dev, found.st_ino, found.st_atime_ns, SIZE, None
     )
-    assert np.array_equal(into, page_aligned())
+    assert read.payload_sum in (None, xxhash.xxh3_64_intdigest(into[HEADER_BYTES:]))
+    assert np.array_equal(into, sealed(page_aligned()))
 
 
 def test_a_file_that_cannot_be_written_does_not_keep_the_others_back(
@@ -171,7 +183,7 @@ def test_a_file_that_cannot_be_read_does_not_keep_the_others_back(io: OsIo, dire
     for read, file in ((first, files[0]), (last, files[2])):
         assert isinstance(read, FileRead)
         assert (read.got, read.error) == (SIZE, None)
-        assert np.array_equal(file.into, page_aligned())
+        assert np.array_equal(file.into, sealed(page_aligned()))
     assert (files[1].into == 1).all()
 
 
@@ -185,7 +197,83 @@ def test_bytes_are_the_same_through_a_bounce_buffer(io: OsIo, directory: int) ->
         [read] = io.read_files(directory, READ | os.O_DIRECT, [into], buffer)
         assert isinstance(read, FileRead)
         assert read.got == SIZE
-        assert np.array_equal(into.into, page_aligned())
+        assert np.array_equal(into.into, sealed(page_aligned()))
+
+
+def compiled_io() -> NativeIo:
+    return NativeIo(pytest.importorskip("backends.tier.filesystem._files"))
+
+
+# Around every place at which the sum goes on in another way: a stripe, a block of stripes.
+SIZES = [4096 + n for n in (*range(241, 330), 1023, 1024, 1025, 1088, 2048, 2049)]
+SIZES += [4096 * pages for pages in (2, 3, 9, 65)]
+
+
+@pytest.mark.parametrize("buffered", [False, True])
+def test_compiled_sums_are_the_librarys(directory: int, buffered: bool) -> None:
+    """What is written is sealed as block.seal does it, and what is read has the payload's sum."""
+    io = compiled_io()
+    random = np.random.default_rng(5)
+    buffer = page_aligned(size=4096 * 66) if buffered else None
+    for size in SIZES:
+        data = random.integers(0, 256, size, np.uint8)
+        data[140:144] = 0
+        expected = sealed(data)
+        file = FileWrite(f"{size}", NEW, data, 0, 0)
+        assert io.write_files(directory, [file], "none", buffer) == [None]
+        into = FileToRead(f"{size}", page_aligned(fill=1, size=size), 0, 0)
+        for summed in (True, False):
+            into.into[:] = 1
+            [read] = io.read_files(directory, READ, [into], buffer, summed=summed)
+            assert isinstance(read, FileRead)
+            wanted = xxhash.xxh3_64_intdigest(expected[HEADER_BYTES:]) if summed else None
+            assert (size, read.payload_sum) == (size, wanted)
+            assert np.array_equal(into.into, expected), size
+        assert np.array_equal(data, expected), size
+
+
+@pytest.mark.parametrize("portable", [False, True])
+def test_sums_are_the_librarys_on_every_machine(portable: bool) -> None:
+    compiled = native.compiled()
+    assert compiled is not None
+    data = np.random.default_rng(6).integers(0, 256, 70_000, np.uint8)
+    for size in (*range(241, 2200), 65_535, 65_536, 70_000):
+        # From where no word is aligned, too.
+        part = data[size % 7 :][:size]
+        assert compiled.sum(part, portable) == xxhash.xxh3_64_intdigest(part), size
+    with pytest.raises(ValueError, match="240 bytes"):
+        compiled.sum(data[:240], portable)
+
+
+@pytest.mark.parametrize("buffered", [False, True])
+def test_a_block_whose_seal_holds_is_written_as_it_is(
+    io: OsIo, directory: int, tmp_path: Path, buffered: bool
+) -> None:
+    """A checksum made anew would hide what has happened to its bytes since."""
+    buffer = page_aligned() if buffered else None
+    damaged = sealed(page_aligned())
+    damaged[HEADER_BYTES + 5] ^= 1
+    before = damaged.tobytes()
+    file = FileWrite("a", NEW, damaged, 0, 0)
+    assert io.write_files(directory, [file], "none", buffer) == [None]
+    assert (tmp_path / "a").read_bytes() == before == damaged.tobytes()
+    # A header that was changed since has no seal any more.
+    damaged[20] ^= 1
+    assert io.write_files(directory, [file._replace(name="b")], "none", buffer) == [None]
+    assert (tmp_path / "b").read_bytes() == damaged.tobytes() != before
+
+
+def test_what_is_shorter_than_a_block_is_not_written(directory: int, tmp_path: Path) -> None:
+    file = FileWrite("a", NEW, page_aligned(size=4096 + 240), 0, 0)
+    with pytest.raises(ValueError, match="a block of 4336 bytes"):
+        compiled_io().write_files(directory, [file], "none")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_was_not_read_whole_has_no_sum(io: OsIo, directory: int, tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(bytes(SIZE - 4096))
+    read, _ = get(io, directory, "a")
+    assert read.payload_sum is None
 
 
 def test_names_are_given_once(io: OsIo, directory: int, tmp_path: Path) -> None:

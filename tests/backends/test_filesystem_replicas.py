@@ -209,7 +209,7 @@ def test_a_first_writer_that_is_killed_in_the_middle_loses_nothing(
     disk: Path, tmp_path: Path
 ) -> None:
     """The others write what it had not published, each block once, and sweep what it left."""
-    published = 4  # of small blocks so many are written, and get their names, together
+    published = 8  # of small blocks so many are written, and get their names, together
     own = keys_whose_first_writer_is(0, 4, 12)
     prompt = (*own, *make_keys("others", 20))
     sign = tmp_path / "hangs"

@@ -3,6 +3,10 @@
  * Nothing here decides anything: these are the sequences of calls that io.py's OsIo makes one by
  * one. To let go of the interpreter and to wait for it again between them costs more than most of
  * them do, as soon as several I/O threads run. Errors are given as errno, and 0 where all went well.
+ *
+ * A block's checksum is made on its way between the row and the buffer that it goes through, if
+ * it goes through one: then it costs next to nothing. What stands where in a header is said in
+ * backends/block.py.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -21,6 +25,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "_xxh3.h"
+
 #ifndef RENAME_NOREPLACE
 #define RENAME_NOREPLACE 1
 #endif
@@ -29,6 +35,12 @@
 /* O_DIRECT goes on at such places only. */
 #define ALIGNMENT_BYTES 4096
 #define NS_PER_S 1000000000LL
+
+#define HEADER_BYTES 4096
+#define FLAGS_AT 140
+#define PAYLOAD_SUM_AT 144
+#define CHECKSUM_AT 4088
+#define SEALED 1U
 
 /* Up to where a file came. */
 enum step { STEP_DONE = 0, STEP_OPEN = 1, STEP_LATER = 2 };
@@ -69,6 +81,47 @@ static int open_beneath(int directory, const char *path, int flags)
     while (fd < 0 && (errno == EINTR || errno == EAGAIN));
     return fd;
 }
+
+static xxh3_stripes_t *stripes;
+
+/* What block.seal does, and copies the block if `copy`. */
+static void seal_block(char *row, size_t size, char *copy)
+{
+    uint32_t flags = SEALED, found;
+    uint64_t sum = xxh3_sum(stripes, row, CHECKSUM_AT, NULL);
+    memcpy(&found, row + FLAGS_AT, sizeof found);
+    if (found == SEALED && memcmp(row + CHECKSUM_AT, &sum, sizeof sum) == 0) {
+        if (copy != NULL)
+            memcpy(copy, row, size);
+        return;
+    }
+    sum = xxh3_sum(stripes, row + HEADER_BYTES, size - HEADER_BYTES,
+                   copy ? copy + HEADER_BYTES : NULL);
+    memcpy(row + PAYLOAD_SUM_AT, &sum, sizeof sum);
+    memcpy(row + FLAGS_AT, &flags, sizeof flags);
+    sum = xxh3_sum(stripes, row, CHECKSUM_AT, NULL);
+    memcpy(row + CHECKSUM_AT, &sum, sizeof sum);
+    if (copy != NULL)
+        memcpy(copy, row, HEADER_BYTES);
+}
+
+/* Copies a block's first `size` bytes, which are all of them where the payload's sum is wanted. */
+static uint64_t copy_block(char *row, const char *from, size_t size, int summed)
+{
+    if (!summed) {
+        memcpy(row, from, size);
+        return 0;
+    }
+    memcpy(row, from, HEADER_BYTES);
+    return xxh3_sum(stripes, from + HEADER_BYTES, size - HEADER_BYTES, row + HEADER_BYTES);
+}
+
+static int fits(const Py_buffer *bounce, Py_ssize_t size)
+{
+    return bounce->buf != NULL && bounce->len >= size;
+}
+
+static const Py_buffer no_bounce;
 
 /* Sets errno and gives -1 where not all was written; `done` says how much was. With a `bounce`
  * buffer the bytes go through it, a buffer at a time. */
@@ -177,8 +230,16 @@ static void write_file(int directory, write_t *file, const char *durability,
         file->error = errno;
         return;
     }
+    char *from = file->data.buf;
+    if (fits(bounce, file->data.len)) {
+        seal_block(from, (size_t)file->data.len, bounce->buf);
+        from = bounce->buf;
+        bounce = &no_bounce;
+    } else {
+        seal_block(from, (size_t)file->data.len, NULL);
+    }
     struct timespec times[2] = {timespec_of(file->atime_ns), timespec_of(file->mtime_ns)};
-    if (write_whole(fd, file->data.buf, file->data.len, bounce, &file->done) < 0 ||
+    if (write_whole(fd, from, file->data.len, bounce, &file->done) < 0 ||
         futimens(fd, times) < 0 || flush(fd, durability) < 0)
         file->error = errno;
     /* The last moment at which some filesystems refuse a write. Never tried again: whatever close
@@ -217,9 +278,14 @@ static PyObject *files_write(PyObject *module, PyObject *arguments)
             PyErr_SetString(PyExc_TypeError, "each file is given in a tuple");
             goto done;
         }
-        if (!PyArg_ParseTuple(item, "siy*LL", &file->name, &file->flags, &file->data,
+        if (!PyArg_ParseTuple(item, "siw*LL", &file->name, &file->flags, &file->data,
                               &file->atime_ns, &file->mtime_ns))
             goto done;
+        if (file->data.len <= HEADER_BYTES + XXH3_SHORT_BYTES) {
+            PyErr_Format(PyExc_ValueError, "a block of %zd bytes", file->data.len);
+            parsed++;
+            goto done;
+        }
     }
     Py_BEGIN_ALLOW_THREADS;
     for (Py_ssize_t i = 0; i < count; i++)
@@ -250,7 +316,28 @@ typedef struct {
     int error;
     struct stat found;
     Py_ssize_t got;
+    int summed;
+    uint64_t sum;
 } read_t;
+
+/* Fills the row, and makes the payload's sum if that is wanted and all of it is there. */
+static Py_ssize_t read_block(int fd, read_t *file, const Py_buffer *bounce)
+{
+    char *row = file->into.buf;
+    Py_ssize_t got, size = file->into.len;
+    if (fits(bounce, size)) {
+        got = read_whole(fd, bounce->buf, size, &no_bounce);
+        file->summed &= got == size;
+        if (got > 0)
+            file->sum = copy_block(row, bounce->buf, (size_t)got, file->summed);
+        return got;
+    }
+    got = read_whole(fd, row, size, bounce);
+    file->summed &= got == size;
+    if (file->summed)
+        file->sum = xxh3_sum(stripes, row + HEADER_BYTES, (size_t)size - HEADER_BYTES, NULL);
+    return got;
+}
 
 static void read_file(int directory, int flags, read_t *file, const Py_buffer *bounce)
 {
@@ -264,7 +351,7 @@ static void read_file(int directory, int flags, read_t *file, const Py_buffer *b
         file->step = STEP_LATER;
         file->error = errno;
     } else if (S_ISREG(file->found.st_mode) && file->found.st_size == (off_t)file->into.len) {
-        Py_ssize_t got = read_whole(fd, file->into.buf, file->into.len, bounce);
+        Py_ssize_t got = read_block(fd, file, bounce);
         if (got < 0) {
             file->step = STEP_LATER;
             file->error = errno;
@@ -284,11 +371,11 @@ static void read_file(int directory, int flags, read_t *file, const Py_buffer *b
 PyDoc_STRVAR(read_doc, "See _files.pyi.");
 static PyObject *files_read(PyObject *module, PyObject *arguments)
 {
-    int directory, flags;
+    int directory, flags, summed;
     PyObject *given, *results = NULL;
     Py_buffer bounce = {0};
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "iiO!O&", &directory, &flags, &PyList_Type, &given,
+    if (!PyArg_ParseTuple(arguments, "iiO!pO&", &directory, &flags, &PyList_Type, &given, &summed,
                           take_bounce, &bounce))
         return NULL;
     PyObject *files = PyList_GetSlice(given, 0, PyList_GET_SIZE(given));
@@ -312,6 +399,7 @@ static PyObject *files_read(PyObject *module, PyObject *arguments)
         if (!PyArg_ParseTuple(item, "sw*LL", &file->path, &file->into, &file->used_ns,
                               &file->before_ns))
             goto done;
+        file->summed = summed && file->into.len > HEADER_BYTES + XXH3_SHORT_BYTES;
     }
     Py_BEGIN_ALLOW_THREADS;
     for (Py_ssize_t i = 0; i < count; i++)
@@ -321,9 +409,11 @@ static PyObject *files_read(PyObject *module, PyObject *arguments)
     for (Py_ssize_t i = 0; results && i < count; i++) {
         const struct stat *found = &reads[i].found;
         PyObject *one = Py_BuildValue(
-            "iiILKKLn", (int)reads[i].step, reads[i].error, (unsigned int)found->st_mode,
+            "iiILKKLniK", (int)reads[i].step, reads[i].error, (unsigned int)found->st_mode,
             (long long)found->st_size, (unsigned long long)found->st_dev,
-            (unsigned long long)found->st_ino, (long long)ns_of(found->st_atim), reads[i].got);
+            (unsigned long long)found->st_ino, (long long)ns_of(found->st_atim), reads[i].got,
+            reads[i].summed && reads[i].step == STEP_DONE && reads[i].got == reads[i].into.len,
+            (unsigned long long)reads[i].sum);
         if (one == NULL)
             Py_CLEAR(results);
         else
@@ -445,11 +535,30 @@ static PyObject *files_stat(PyObject *module, PyObject *given)
     return all;
 }
 
+PyDoc_STRVAR(sum_doc, "See _files.pyi.");
+static PyObject *files_sum(PyObject *module, PyObject *arguments)
+{
+    Py_buffer data;
+    int portable;
+    (void)module;
+    if (!PyArg_ParseTuple(arguments, "y*p", &data, &portable))
+        return NULL;
+    PyObject *sum = NULL;
+    if (data.len > XXH3_SHORT_BYTES)
+        sum = PyLong_FromUnsignedLongLong(
+            xxh3_sum(portable ? xxh3_stripes : stripes, data.buf, (size_t)data.len, NULL));
+    else
+        PyErr_Format(PyExc_ValueError, "a sum of %zd bytes", data.len);
+    PyBuffer_Release(&data);
+    return sum;
+}
+
 static PyMethodDef methods[] = {
     {"write", files_write, METH_VARARGS, write_doc},
     {"read", files_read, METH_VARARGS, read_doc},
     {"rename", files_rename, METH_VARARGS, rename_doc},
     {"stat", files_stat, METH_O, stat_doc},
+    {"sum", files_sum, METH_VARARGS, sum_doc},
     {NULL, NULL, 0, NULL},
 };
 
@@ -459,5 +568,6 @@ static struct PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__files(void)
 {
+    stripes = xxh3_fastest();
     return PyModule_Create(&definition);
 }

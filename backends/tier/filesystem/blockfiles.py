@@ -119,14 +119,13 @@ class BlockFiles:
     def draft(
         self, key: BlockKey, block_id: int, row: Bytes, used_ns: int, spare: str | None
     ) -> Draft:
-        """Seal a row whose header is COMPLETE, for a file that nobody sees.
+        """A row whose header is COMPLETE, for a file that nobody sees.
 
         `spare` is what was obtained: the name of a spare file, or None for a new one.
         """
         name = spare or self._place.new_name()
         try:
             created_ns = _file_time_ns(block.read_header(row))
-            block.seal(row, row.size - block.HEADER_BYTES)
         except BaseException:
             self._space.discard(name)
             raise
@@ -137,7 +136,7 @@ class BlockFiles:
         )
 
     def write(self, drafts: Sequence[Draft]) -> list[OSError | None]:
-        """Write files, and flush them as they have to be; what went wrong with each.
+        """Seal blocks, write files, and flush them as they have to be; what went wrong with each.
 
         What could not be written is deleted.
         """
@@ -281,7 +280,9 @@ class BlockFiles:
         buffer = self._bounce.take(way) if self.direct.on else None
         began_s = time.perf_counter()
         try:
-            read = self._io.read_files(self._place.root, flags, files, buffer)
+            read = self._io.read_files(
+                self._place.root, flags, files, buffer, summed=self._form.verify
+            )
             nbytes = sum(found.got for found in read if isinstance(found, FileRead))
             return read
         finally:
@@ -289,7 +290,7 @@ class BlockFiles:
 
     def _wrong_read(self, found: FileRead, key: BlockKey, block_id: int, row: Bytes) -> str | None:
         """Why what was read into a row is not the block."""
-        wrong = self._wrong_file(found) or self._wrong_bytes(row[: found.got], key)
+        wrong = self._wrong_file(found) or self._wrong_bytes(row[: found.got], key, found)
         if wrong is None and not self._form.verify:
             # Without a checksum, only this tells that it was not written over meanwhile.
             wrong = self._wrong_name(key, block_id, found)
@@ -416,9 +417,9 @@ class BlockFiles:
             return f"is {found.st_size} bytes long, expected {self._form.row_bytes}"
         return None
 
-    def _wrong_bytes(self, data: Bytes, key: BlockKey) -> str | None:
+    def _wrong_bytes(self, data: Bytes, key: BlockKey, found: FileRead) -> str | None:
         if self._form.verify:
-            return block.check(data, *self._expected(key))
+            return block.check(data, *self._expected(key), found.payload_sum)
         if data.size != self._form.row_bytes:
             return f"is {data.size} bytes long, expected {self._form.row_bytes}: truncated"
         return block.check_row(data, key, self._form.fingerprint)

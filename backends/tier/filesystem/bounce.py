@@ -83,7 +83,10 @@ class Bounce:
     def __init__(self, mode: Mode, row_bytes: int, buffers: int) -> None:
         if row_bytes < _LEAST_BYTES and mode == "auto":
             mode = "off"
-        self.loads, self.stores = Way(mode), Way(mode)
+        self.loads = Way(mode)
+        # The checksum of what is stored has to be made, and the copy comes with it: such a buffer
+        # costs nothing, is one piece, and stays in the cache, out of which the disk is then fed.
+        self.stores = Way("on" if mode == "auto" and row_bytes <= _MOST_BYTES else mode)
         self._nbytes = min(row_bytes, _MOST_BYTES)
         self._count = buffers
         self._making = threading.Lock()

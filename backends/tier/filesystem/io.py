@@ -16,6 +16,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
+from backends import block
 from backends.tier.base import Bytes
 from backends.tier.filesystem.transfer import read_row, write_row
 
@@ -44,7 +45,8 @@ class FileStat(NamedTuple):
 
 
 class FileWrite(NamedTuple):
-    """All of `data`, uint8 [n], for a file that is opened with `flags`, and its times."""
+    """All of the block in `data`, uint8 [n], for a file that is opened with `flags`, and its
+    times."""
 
     name: str
     flags: int
@@ -66,7 +68,10 @@ class FileToRead(NamedTuple):
 
 
 class FileRead(NamedTuple):
-    """A file that could be opened: what it is, and how much was read of it before `error`."""
+    """A file that could be opened: what it is, and how much was read of it before `error`.
+
+    `payload_sum` is the XXH3-64 of a block that was read whole, if it was made on the way.
+    """
 
     st_mode: int
     st_size: int
@@ -75,6 +80,7 @@ class FileRead(NamedTuple):
     st_atime_ns: int
     got: int
     error: OSError | None
+    payload_sum: int | None = None
 
 
 class Io(Protocol):
@@ -124,7 +130,7 @@ class Io(Protocol):
         durability: str,
         bounce: Bytes | None = None,
     ) -> list[OSError | None]:
-        """Open, write, date, flush and close each; what went wrong with it.
+        """Open, seal, write, date, flush and close each; what went wrong with it.
 
         The bytes may go through `bounce`, uint8 of whole pages.
         """
@@ -135,10 +141,13 @@ class Io(Protocol):
         flags: int,
         files: Sequence[FileToRead],
         bounce: Bytes | None = None,
+        *,
+        summed: bool = False,
     ) -> list[FileRead | OSError]:
         """Open each with `flags` and read it; why it could not be opened.
 
-        The bytes may go through `bounce`, uint8 of whole pages.
+        The bytes may go through `bounce`, uint8 of whole pages. `summed`: `payload_sum` is wanted,
+        if it can be had by the way.
         """
 
     def publish_all(
@@ -287,6 +296,7 @@ class OsIo:
     def _write_file(self, directory: int, file: FileWrite, durability: str) -> None:
         fd = self.open(directory, file.name, file.flags)
         try:
+            block.seal(file.data, file.data.size - block.HEADER_BYTES)
             write_row(self, fd, file.data)
             self.utime(fd, file.atime_ns, file.mtime_ns)
             if durability == "data":
@@ -302,6 +312,8 @@ class OsIo:
         flags: int,
         files: Sequence[FileToRead],
         bounce: Bytes | None = None,
+        *,
+        summed: bool = False,
     ) -> list[FileRead | OSError]:
         found: list[FileRead | OSError] = []
         for file in files:

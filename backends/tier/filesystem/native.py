@@ -65,21 +65,23 @@ class NativeIo(OsIo):
         flags: int,
         files: Sequence[FileToRead],
         bounce: Bytes | None = None,
+        *,
+        summed: bool = False,
     ) -> list[FileRead | OSError]:
         if not self._has_openat2:
-            return super().read_files(directory, flags, files, bounce)
+            return super().read_files(directory, flags, files, bounce, summed=summed)
         through = None if bounce is None else bounce.data
         given = [(path, into.data, *times) for path, into, *times in files]
         found: list[FileRead | OSError] = []
         for file, answer in zip(
-            files, self._files.read(directory, flags, given, through), strict=True
+            files, self._files.read(directory, flags, given, summed, through), strict=True
         ):
-            step, number, mode, size, device, inode, atime_ns, got = answer
+            step, number, *read, has_sum, payload_sum = answer
             error = OSError(number, os.strerror(number), file.path) if number else None
             if error is not None and step not in _OPENED:
                 found.append(error)
             else:
-                found.append(FileRead(mode, size, device, inode, atime_ns, got, error))
+                found.append(FileRead(*read, error, payload_sum if has_sum else None))
         return found
 
     def publish_all(

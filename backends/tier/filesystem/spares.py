@@ -16,7 +16,7 @@ from collections import deque
 from typing import Final
 
 # Where the capacity allows spares, so many are made at a time.
-AHEAD: Final = 16
+AHEAD: Final = 32
 # Spares are never more than one in so many of the blocks that there are, or can be.
 SHARE: Final = 16
 
@@ -48,8 +48,8 @@ class Spares:
         return min(AHEAD, self.most, blocks // SHARE)
 
     def run_low(self, blocks: int) -> bool:
-        """Whether those that are left are few, and more may be made before they are used up."""
-        return len(self._names) <= min(self.ahead(blocks), self.most - AHEAD, blocks // SHARE - 1)
+        """Whether more are to be made before they are used up, which takes others a while."""
+        return len(self._names) <= min(self.most - AHEAD, blocks // SHARE - 1)
 
     def idle_s(self) -> float:
         """How long nobody has asked for one."""

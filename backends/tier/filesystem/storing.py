@@ -220,9 +220,9 @@ class Storing:
         spares = volume.space.spares
         if len(spares) <= spares.most // 2 and volume.ledger.cached.bytes > lane.high_bytes:
             lane.keeper.kick()
-        self._evict_ahead(lane, tasks[0].used_ns)
 
-    def _evict_ahead(self, lane: Lane, before_ns: int) -> None:
+    def evict_ahead(self, lane: Lane, before_ns: int) -> None:
+        """Have files ready for the next stores, which go where these went. Nobody waits for it."""
         # Among several paths each block finds out by itself which of them has the oldest one.
         if len(self._lanes) == 1:
             # What fails here fails again where it is needed.

@@ -52,8 +52,11 @@ from backends.tier.turns import Turns
 # A lookup is PENDING for so long at most, whatever hangs below.
 _PENDING_S: Final = 5.0
 # A thread moves so many small blocks at a time: one by one, more goes into taking turns.
-_BATCH: Final = 4
+_BATCH: Final = 8
 _BATCH_BYTES: Final = 2 << 20
+# So many blocks of each thread get their names together where more are to come: every time costs
+# the ledger's locks, and with each call for them the interpreter.
+_NAMED_TOGETHER: Final = 4
 COUNTS: Final = (
     "stored_bytes",
     "loaded_bytes",
@@ -339,6 +342,8 @@ class FilesystemTier(Tier):
             self._storing.store(lane, begun)
         finally:
             lane.commits.settle()
+        if begun:
+            self._storing.evict_ahead(lane, begun[0].used_ns)
 
     def _probed(self, number: int, block_id: int, key: BlockKey, there: bool) -> None:
         self._counters.add("probes")
@@ -439,7 +444,7 @@ class FilesystemTier(Tier):
             commits=GroupCommit(
                 lambda batch: self._storing.publish(lane, batch),
                 # A finished file takes room that nobody can evict until it has its name.
-                few=max(1, min(pool.store_threads, volume.space.spares.most)),
+                few=max(1, min(_NAMED_TOGETHER * pool.store_threads, volume.space.spares.most)),
                 more=pool.stores_wait,
             ),
             high_bytes=int(settings.high_watermark * volume.quota_bytes),
