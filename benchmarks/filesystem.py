@@ -470,7 +470,7 @@ def parse() -> argparse.Namespace:
         *("--rounds", "-r"), type=int, default=10, help="rounds; more make the ratios steadier"
     )
     parser.add_argument(
-        "--round-mib", type=int, default=128, help="MiB that each step of a round moves"
+        "--round-mib", type=int, default=256, help="MiB that each step of a round moves"
     )
     parser.add_argument("--threads", type=int, default=8, help="the tier's I/O threads")
     parser.add_argument(

@@ -97,6 +97,22 @@ def test_tiny_rows_go_without() -> None:
     assert buffers.take(buffers.loads) is None
 
 
+def test_stores_go_through_a_buffer_that_a_whole_block_fits_and_nothing_times_them() -> None:
+    buffers = Bounce("auto", ROW_BYTES, 2)
+    for _ in range(50):
+        buffer = buffers.take(buffers.stores)
+        assert buffer is not None
+        assert buffer.size == ROW_BYTES
+        buffers.give_back(buffer, buffers.stores, ROW_BYTES, 1e9)
+    large = Bounce("auto", (4 << 20) + 4096, 2)
+    assert large.take(large.stores) is None
+    # Loads are timed, both ways first.
+    buffer = buffers.take(buffers.loads)
+    assert buffer is None
+    buffers.give_back(buffer, buffers.loads, ROW_BYTES, 1.0)
+    assert buffers.take(buffers.loads) is not None
+
+
 @pytest.mark.parametrize("mode", ["on", "auto", "off"])
 @pytest.mark.parametrize("most_bytes", [ROW_BYTES, ROW_BYTES - 4096, 4096])
 def test_blocks_come_back_the_same_whichever_way_they_went(

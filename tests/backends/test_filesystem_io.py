@@ -270,7 +270,9 @@ def test_what_is_shorter_than_a_block_is_not_written(directory: int, tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_was_not_read_whole_has_no_sum(io: OsIo, directory: int, tmp_path: Path) -> None:
+def test_a_file_that_was_not_read_whole_has_no_sum(
+    io: OsIo, directory: int, tmp_path: Path
+) -> None:
     (tmp_path / "a").write_bytes(bytes(SIZE - 4096))
     read, _ = get(io, directory, "a")
     assert read.payload_sum is None

@@ -119,7 +119,7 @@ class BlockFiles:
     def draft(
         self, key: BlockKey, block_id: int, row: Bytes, used_ns: int, spare: str | None
     ) -> Draft:
-        """A row whose header is COMPLETE, for a file that nobody sees.
+        """What makes a file that nobody sees of a row whose header is COMPLETE.
 
         `spare` is what was obtained: the name of a spare file, or None for a new one.
         """

@@ -1,9 +1,11 @@
-"""Buffers in huge pages to read and write through, where that is faster, which is found out.
+"""Buffers in huge pages to read and write through, where that is faster.
 
 O_DIRECT moves bytes between the disk and the row itself. A region of 4 KiB pages is seldom one
 piece of physical memory, and a disk, or a hypervisor, may make a request of every piece: some then
 take three times as long as for one huge page, and others do not care. Which it is depends on the
-disk and on how fragmented memory is now, so both ways are timed while they are used.
+disk and on how fragmented memory is now, so for loads both ways are timed while they are used.
+Stores are not timed: one that goes another way than those around it, with buffers that have left
+the cache, says nothing about all of them going that way.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ class Bounce:
         if row_bytes < _LEAST_BYTES and mode == "auto":
             mode = "off"
         self.loads = Way(mode)
-        # The checksum of what is stored has to be made, and the copy comes with it: such a buffer
+        # The checksum of what is stored has to be made, and the copy comes with it. So a buffer
         # costs nothing, is one piece, and stays in the cache, out of which the disk is then fed.
         self.stores = Way("on" if mode == "auto" and row_bytes <= _MOST_BYTES else mode)
         self._nbytes = min(row_bytes, _MOST_BYTES)

@@ -76,12 +76,13 @@ class NativeIo(OsIo):
         for file, answer in zip(
             files, self._files.read(directory, flags, given, summed, through), strict=True
         ):
-            step, number, *read, has_sum, payload_sum = answer
+            step, number, mode, size, device, inode, atime_ns, got, has_sum, payload_sum = answer
             error = OSError(number, os.strerror(number), file.path) if number else None
             if error is not None and step not in _OPENED:
                 found.append(error)
             else:
-                found.append(FileRead(*read, error, payload_sum if has_sum else None))
+                summed_up = payload_sum if has_sum else None
+                found.append(FileRead(mode, size, device, inode, atime_ns, got, error, summed_up))
         return found
 
     def publish_all(

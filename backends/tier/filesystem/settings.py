@@ -28,8 +28,8 @@ class FilesystemSettings:
     placement: `shared` lets all replicas use each other's blocks; `per_replica` isolates them.
     affinity: data_parallel_rank_local → the path that this replica stores to first.
     direct: O_DIRECT where a path takes it (`auto`), required (`on`), or never (`off`).
-    bounce: with O_DIRECT, move bytes through buffers in huge pages: where that is found to be
-        faster (`auto`), always (`on`), or never (`off`).
+    bounce: with O_DIRECT, move bytes through buffers in huge pages: stores of blocks up to 4 MiB,
+        and what else is found to be faster so (`auto`), always (`on`), or never (`off`).
     verify: check the payload's checksum at every load. The header is always checked.
     quarantine_limit_bytes: damaged files kept for inspection, all paths together, inside capacity.
     free_reserve_bytes: free space that is left to others on each disk.
