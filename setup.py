@@ -17,10 +17,11 @@ setup(
         ),
         Extension(
             "backends.tier.filesystem._files",
-            sources=["backends/tier/filesystem/_files.c"],
-            depends=["backends/_xxh3.h"],
+            sources=["backends/tier/filesystem/_files.c", "backends/tier/filesystem/_ring.c"],
+            depends=["backends/_xxh3.h", "backends/tier/filesystem/_ring.h"],
             include_dirs=["backends"],
-            extra_compile_args=["-O3"],
+            extra_compile_args=["-O3", "-pthread"],
+            extra_link_args=["-pthread"],
             optional=True,
         ),
         Extension(

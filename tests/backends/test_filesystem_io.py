@@ -6,6 +6,9 @@ import errno
 import mmap
 import os
 import stat
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -262,6 +265,114 @@ def test_a_block_whose_seal_holds_is_written_as_it_is(
     anew = sealed(damaged).tobytes()
     assert io.write_files(directory, [file._replace(name="b")], "none", buffer) == [None]
     assert (tmp_path / "b").read_bytes() == anew == damaged.tobytes()
+
+
+@pytest.fixture(params=[True, False], ids=["together", "one by one"])
+def ring(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether several writes are handed to the kernel at once."""
+    compiled = native.compiled()
+    assert compiled is not None
+    compiled.use_ring(request.param)
+    yield request.param
+    compiled.use_ring(True)
+
+
+@pytest.mark.parametrize("direct", [0, os.O_DIRECT])
+@pytest.mark.parametrize("room", [1, 2, 4, 30])
+@pytest.mark.usefixtures("ring")
+def test_files_that_go_through_one_buffer_are_not_mixed_up(
+    directory: int, tmp_path: Path, room: int, direct: int
+) -> None:
+    io, buffer = compiled_io(), page_aligned(size=SIZE * room)
+    for round_number in range(3):
+        files = [
+            FileWrite(f"{round_number}_{n}", NEW | direct, page_aligned(fill=n + 1), n, 7 * n)
+            for n in range(19)
+        ]
+        files[4] = files[4]._replace(name="none/a")
+        files[9] = files[9]._replace(name="taken")
+        (tmp_path / "taken").write_text("is here")
+        results = io.write_files(directory, files, "none", buffer)
+        wrong = {n: number_of(error) for n, error in enumerate(results) if error}
+        assert wrong == {4: errno.ENOENT, 9: errno.EEXIST}
+        for n, file in enumerate(files):
+            if n not in wrong:
+                found = tmp_path / file.name
+                assert found.read_bytes() == sealed(page_aligned(fill=n + 1)).tobytes(), n
+                assert found.stat().st_mtime_ns == 7 * n
+    assert (tmp_path / "taken").read_text() == "is here"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+@pytest.mark.usefixtures("ring")
+def test_a_full_disk_is_told_for_each_of_several() -> None:
+    devices = os.open("/dev", os.O_PATH | os.O_DIRECTORY)
+    try:
+        files = [FileWrite("full", os.O_WRONLY, page_aligned(), 0, 0)] * 3
+        errors = compiled_io().write_files(devices, files, "none", page_aligned(size=4 * SIZE))
+        assert [number_of(error) for error in errors] == [errno.ENOSPC] * 3
+    finally:
+        os.close(devices)
+
+
+def test_a_file_that_was_taken_in_part_is_written_to_its_end(
+    directory: int, tmp_path: Path
+) -> None:
+    """A process that may not make larger files is told how far it came, and so is the caller."""
+    code = """
+import mmap, os, resource, signal, sys
+import numpy as np
+from backends.tier.filesystem import native
+from backends.tier.filesystem.io import FileWrite
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
+rows = np.frombuffer(mmap.mmap(-1, 5 * 12288), np.uint8).reshape(5, 12288)
+at = os.open(sys.argv[1], os.O_PATH)
+files = [FileWrite(str(n), os.O_WRONLY | os.O_CREAT, rows[n], 0, 0) for n in range(3)]
+io = native.NativeIo(native.compiled())
+print([error and error.errno for error in io.write_files(at, files, "none", rows[3:].reshape(-1))])
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=False
+    )
+    assert (ended.stdout, ended.stderr) == (f"{[errno.EFBIG] * 3}\n", "")
+    assert [(tmp_path / str(n)).stat().st_size for n in range(3)] == [8192] * 3
+
+
+def test_a_threads_queue_goes_with_it(directory: int) -> None:
+    def write(name: str) -> None:
+        files = [FileWrite(f"{name}_{n}", NEW, page_aligned(), 0, 0) for n in range(4)]
+        assert compiled_io().write_files(directory, files, "none", page_aligned(size=4 * SIZE)) == (
+            [None] * 4
+        )
+
+    def queues() -> int:
+        links = (
+            os.readlink(f"/proc/self/fd/{fd}")
+            for fd in os.listdir("/proc/self/fd")
+            if os.path.islink(f"/proc/self/fd/{fd}")
+        )
+        return sum("io_uring" in link for link in links)
+
+    write("here")
+    before = queues()
+    if not before:
+        pytest.skip("the kernel, or this container, has no io_uring")
+    for number in range(3):
+        thread = threading.Thread(target=write, args=(f"{number}",))
+        thread.start()
+        thread.join()
+    assert queues() == before
+    # A child has its parent's queue, and does without.
+    child = os.fork()
+    if not child:
+        try:
+            write("child")
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    write("after")
 
 
 def test_what_is_shorter_than_a_block_is_not_written(directory: int, tmp_path: Path) -> None:

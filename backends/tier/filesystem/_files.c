@@ -25,6 +25,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "_ring.h"
 #include "_xxh3.h"
 
 #ifndef RENAME_NOREPLACE
@@ -222,6 +223,20 @@ typedef struct {
     Py_ssize_t done;
 } write_t;
 
+/* What remains to be done to a file; `from` is what has still to be written, or NULL. */
+static void end_file(int fd, write_t *file, const char *from, const char *durability,
+                     const Py_buffer *bounce)
+{
+    struct timespec times[2] = {timespec_of(file->atime_ns), timespec_of(file->mtime_ns)};
+    if ((from != NULL && write_whole(fd, from, file->data.len, bounce, &file->done) < 0) ||
+        futimens(fd, times) < 0 || flush(fd, durability) < 0)
+        file->error = errno;
+    /* The last moment at which some filesystems refuse a write. Never tried again: whatever close
+     * says, the number may be somebody else's by now. */
+    if (close(fd) < 0 && errno != EINTR && !file->error)
+        file->error = errno;
+}
+
 static void write_file(int directory, write_t *file, const char *durability,
                        const Py_buffer *bounce)
 {
@@ -230,22 +245,41 @@ static void write_file(int directory, write_t *file, const char *durability,
         file->error = errno;
         return;
     }
-    char *from = file->data.buf;
-    if (fits(bounce, file->data.len)) {
-        seal_block(from, (size_t)file->data.len, bounce->buf);
-        from = bounce->buf;
-        bounce = &no_bounce;
-    } else {
-        seal_block(from, (size_t)file->data.len, NULL);
+    seal_block(file->data.buf, (size_t)file->data.len, NULL);
+    end_file(fd, file, file->data.buf, durability, bounce);
+}
+
+/* As many files as the buffer has room for, their bytes handed over together; how many those are. */
+static Py_ssize_t write_together(int directory, write_t *files, Py_ssize_t count,
+                                 const char *durability, const Py_buffer *bounce)
+{
+    ring_write_t writes[RING_MOST];
+    write_t *opened[RING_MOST];
+    size_t open = 0;
+    Py_ssize_t tried = 0, used = 0;
+    for (; tried < count && open < RING_MOST; tried++) {
+        write_t *file = &files[tried];
+        if (file->data.len > bounce->len - used)
+            break;
+        int fd = open_beneath(directory, file->name, file->flags);
+        if (fd < 0) {
+            file->error = errno;
+            continue;
+        }
+        char *copy = (char *)bounce->buf + used;
+        used += file->data.len;
+        seal_block(file->data.buf, (size_t)file->data.len, copy);
+        opened[open] = file;
+        writes[open++] = (ring_write_t){.fd = fd, .data = copy, .size = (size_t)file->data.len};
     }
-    struct timespec times[2] = {timespec_of(file->atime_ns), timespec_of(file->mtime_ns)};
-    if (write_whole(fd, from, file->data.len, bounce, &file->done) < 0 ||
-        futimens(fd, times) < 0 || flush(fd, durability) < 0)
-        file->error = errno;
-    /* The last moment at which some filesystems refuse a write. Never tried again: whatever close
-     * says, the number may be somebody else's by now. */
-    if (close(fd) < 0 && errno != EINTR && !file->error)
-        file->error = errno;
+    ring_write(writes, open);
+    for (size_t i = 0; i < open; i++) {
+        if (writes[i].is_whole)
+            opened[i]->done = opened[i]->data.len;
+        end_file(writes[i].fd, opened[i], writes[i].is_whole ? NULL : writes[i].data, durability,
+                 &no_bounce);
+    }
+    return tried;
 }
 
 PyDoc_STRVAR(write_doc, "See _files.pyi.");
@@ -288,8 +322,14 @@ static PyObject *files_write(PyObject *module, PyObject *arguments)
         }
     }
     Py_BEGIN_ALLOW_THREADS;
-    for (Py_ssize_t i = 0; i < count; i++)
-        write_file(directory, &writes[i], durability, &bounce);
+    for (Py_ssize_t i = 0; i < count;) {
+        if (fits(&bounce, writes[i].data.len)) {
+            i += write_together(directory, &writes[i], count - i, durability, &bounce);
+        } else {
+            write_file(directory, &writes[i], durability, &bounce);
+            i++;
+        }
+    }
     Py_END_ALLOW_THREADS;
     results = PyList_New(count);
     for (Py_ssize_t i = 0; results && i < count; i++) {
@@ -553,12 +593,23 @@ static PyObject *files_sum(PyObject *module, PyObject *arguments)
     return sum;
 }
 
+PyDoc_STRVAR(use_ring_doc, "See _files.pyi.");
+static PyObject *files_use_ring(PyObject *module, PyObject *wanted)
+{
+    (void)module;
+    int is_wanted = PyObject_IsTrue(wanted);
+    if (is_wanted < 0)
+        return NULL;
+    return PyBool_FromLong(ring_use(is_wanted));
+}
+
 static PyMethodDef methods[] = {
     {"write", files_write, METH_VARARGS, write_doc},
     {"read", files_read, METH_VARARGS, read_doc},
     {"rename", files_rename, METH_VARARGS, rename_doc},
     {"stat", files_stat, METH_O, stat_doc},
     {"sum", files_sum, METH_VARARGS, sum_doc},
+    {"use_ring", files_use_ring, METH_O, use_ring_doc},
     {NULL, NULL, 0, NULL},
 };
 

@@ -11,7 +11,7 @@ def write(
     of it, set the times, flush as `durability` says (none, data, full), close.
 
     What failed first, as errno (0: nothing), and how many bytes were taken. The bytes go through
-    `bounce`, whole pages, where it is given.
+    `bounce`, whole pages, where it is given; as many files as it has room for are written at once.
     """
 
 def read(
@@ -47,4 +47,10 @@ def sum(data: Buffer, portable: bool, /) -> int:
     """XXH3-64 of more than 240 bytes, as files are summed up, or as machines without AVX2 do it.
 
     For tests: it holds the interpreter.
+    """
+
+def use_ring(wanted: bool, /) -> bool:
+    """Whether several writes are handed to the kernel at once; without, one after the other.
+
+    For tests. It is wanted until the kernel refuses it.
     """

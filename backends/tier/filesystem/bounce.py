@@ -26,6 +26,9 @@ Mode = Literal["auto", "on", "off"]
 _HUGE_BYTES: Final = 2 << 20
 # One transfer of a longer row goes piece by piece.
 _MOST_BYTES: Final = 4 << 20
+# So many small blocks go through one buffer at a time.
+_TOGETHER: Final = 4
+_TOGETHER_BYTES: Final = 2 << 20
 # Less than this is one request or a few, whatever its pages.
 _LEAST_BYTES: Final = 32 << 10
 # So many transfers each way before one is preferred; their median decides, because a disk that
@@ -89,7 +92,8 @@ class Bounce:
         # The checksum of what is stored has to be made, and the copy comes with it. So a buffer
         # costs nothing, is one piece, and stays in the cache, out of which the disk is then fed.
         self.stores = Way("on" if mode == "auto" and row_bytes <= _MOST_BYTES else mode)
-        self._nbytes = min(row_bytes, _MOST_BYTES)
+        rows = max(1, min(_TOGETHER, _TOGETHER_BYTES // row_bytes))
+        self._nbytes = min(row_bytes * rows, _MOST_BYTES)
         self._count = buffers
         self._making = threading.Lock()
         self._free: deque[Bytes] | None = None
