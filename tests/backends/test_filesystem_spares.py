@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+from filesystem_kit import Bench, block_files, make_settings
+
+from backends.testing import make_keys
+from backends.tier.base import Outcome
 from backends.tier.filesystem.spares import AHEAD, SHARE, Spares
 
 
@@ -17,3 +22,34 @@ def test_what_is_made_ahead_is_a_small_part_of_the_blocks_that_are_there(
 def test_a_few_blocks_on_a_full_disk_never_ask_for_more_spares() -> None:
     assert not Spares(64).run_low(8)
     assert Spares(64).run_low(10_000)
+
+
+def test_a_store_of_what_is_there_evicts_nothing(tmp_path: Path) -> None:
+    """Also where the spare files have gone, as they do when nobody has needed them for a while."""
+    blocks = 2 * AHEAD * SHARE
+    with Bench(make_settings(tmp_path)) as measure:
+        row_bytes = measure.rows.row_bytes
+    settings = make_settings(
+        tmp_path / "disk", capacity=blocks * row_bytes, high_watermark=1.0, low_watermark=1.0
+    )
+    with Bench(settings) as bench:
+        bench.ready()
+        keys = make_keys("a full tier", blocks + 64)
+        for begin in range(0, len(keys), 32):
+            assert bench.store(keys[begin : begin + 32]) == [Outcome.DONE] * 32
+        pool = bench.fs._lanes[0].pool
+
+        def rests() -> bool:
+            """Threads have files ready for the next stores after those before have ended."""
+            return pool.busy_for_s() == 0.0
+
+        bench.until(rests, "a thread does not come to its end")
+        evicted = bench.count("evicted")
+        assert evicted >= 64
+        bench.fs._lanes[0].volume.space.drop_spares()
+        for _ in range(3):
+            assert bench.store(keys[-8:]) == [Outcome.DONE] * 8
+        bench.until(rests, "a thread does not come to its end")
+        assert bench.count("dedup_skips") == 24
+        assert bench.count("evicted") == evicted
+        assert len(block_files(tmp_path / "disk")) == len(keys) - evicted

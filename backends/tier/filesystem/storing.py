@@ -59,14 +59,21 @@ class Storing:
         """From now on tasks may come, and these are all lanes there are."""
         self._lanes = lanes
 
-    def store(self, lane: Lane, tasks: Sequence[Task]) -> None:
-        """Write blocks to files. They get their names together with others, in `publish`."""
+    def store(self, lane: Lane, tasks: Sequence[Task]) -> bool:
+        """Write blocks to files. They get their names together with others, in `publish`.
+
+        Whether any of them took room.
+        """
         left = deque(tasks)
+        took_room = False
         while left:
-            self._write(lane, self._draft_all(lane, left))
+            drafts = self._draft_all(lane, left)
+            took_room = took_room or bool(drafts)
+            self._write(lane, drafts)
             if left:
                 # What is written can be evicted for what comes, as soon as it has its name.
                 lane.commits.settle()
+        return took_room
 
     def _draft_all(self, lane: Lane, left: deque[Task]) -> list[tuple[Task, Draft]]:
         """Files for tasks, which are taken from `left`. After the first one, only for as long as

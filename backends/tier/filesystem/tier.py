@@ -331,6 +331,7 @@ class FilesystemTier(Tier):
         """All of these are loads, or all are stores."""
         begun: list[Task] = []
         late: list[Task] = []
+        took_room = False
         try:
             for task in tasks:
                 (begun if self._jobs.begin(task) else late).append(task)
@@ -339,10 +340,10 @@ class FilesystemTier(Tier):
                 return
             for task in late:
                 self._storing.go_on(lane, task, Outcome.LATE)
-            self._storing.store(lane, begun)
+            took_room = self._storing.store(lane, begun)
         finally:
             lane.commits.settle()
-        if begun:
+        if took_room:
             self._storing.evict_ahead(lane, begun[0].used_ns)
 
     def _probed(self, number: int, block_id: int, key: BlockKey, there: bool) -> None:
