@@ -31,7 +31,7 @@ from filesystem_kit import (
 from backends.block import HEADER_BYTES
 from backends.testing import FINGERPRINT, make_keys, stored_block
 from backends.tier.base import NONE_EVICTED, Lookup, Outcome
-from backends.tier.filesystem import naming
+from backends.tier.filesystem import keeper, naming
 from backends.tier.filesystem.keeper import Keeper
 from backends.tier.filesystem.volume import Volume
 
@@ -96,7 +96,10 @@ def test_blocks_of_others_that_have_other_keys_are_not_told(disk: Path) -> None:
         assert bench.fs.evicted() == NONE_EVICTED
 
 
-def test_above_the_high_watermark_it_evicts_to_the_low_one_in_the_background(disk: Path) -> None:
+def test_above_the_high_watermark_it_evicts_to_the_low_one_in_the_background(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "_SPARES_S", 1.0)
     settings = make_settings(
         disk, capacity=blocks(100), high_watermark=0.9, low_watermark=0.5, threads=2
     )

@@ -9,6 +9,7 @@ from filesystem_kit import Bench, block_files, make_settings
 
 from backends.testing import make_keys
 from backends.tier.base import Outcome
+from backends.tier.filesystem import keeper
 from backends.tier.filesystem.spares import AHEAD, SHARE, Spares
 
 
@@ -53,3 +54,43 @@ def test_a_store_of_what_is_there_evicts_nothing(tmp_path: Path) -> None:
         assert bench.count("dedup_skips") == 24
         assert bench.count("evicted") == evicted
         assert len(block_files(tmp_path / "disk")) == len(keys) - evicted
+
+
+@pytest.mark.parametrize(
+    ("kept_s", "disk_is_full", "stay"), [(60, False, True), (0.5, False, False), (60, True, False)]
+)
+def test_spare_files_outlast_a_pause_of_stores_and_not_a_long_one(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kept_s: float,
+    disk_is_full: bool,
+    stay: bool,
+) -> None:
+    """Whoever stores after a pause would have to make new files; a full disk needs the room."""
+    monkeypatch.setattr(keeper, "_PAUSE_S", 0.5)
+    monkeypatch.setattr(keeper, "_SPARES_S", kept_s)
+    blocks = 2 * AHEAD * SHARE
+    with Bench(make_settings(tmp_path)) as measure:
+        row_bytes = measure.rows.row_bytes
+    settings = make_settings(
+        tmp_path / "disk", capacity=blocks * row_bytes, high_watermark=1.0, low_watermark=1.0
+    )
+    with Bench(settings) as bench:
+        bench.ready()
+        keys = make_keys("a pause", blocks + 64)
+        for begin in range(0, len(keys), 32):
+            assert bench.store(keys[begin : begin + 32]) == [Outcome.DONE] * 32
+        lane = bench.fs._lanes[0]
+        bench.until(lambda: lane.pool.busy_for_s() == 0.0, "a thread does not come to its end")
+        spares, volume = lane.volume.space.spares, lane.volume
+        assert len(spares) > 0
+        if disk_is_full:
+            monkeypatch.setattr(volume, "limit_bytes", lambda totals: volume.quota_bytes - 1)
+        looked = spares.idle_s() + 2.0
+        bench.until(lambda: not len(spares) or spares.idle_s() > looked, "time stands still")
+        assert (len(spares) > 0) is stay
+        bench.until(
+            lambda: volume.ledger.totals().reserved_bytes == len(spares) * row_bytes,
+            "files that have gone are counted",
+        )
+        assert volume.ledger.totals().bytes == len(block_files(tmp_path / "disk")) * row_bytes

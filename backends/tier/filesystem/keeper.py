@@ -34,6 +34,8 @@ _UNKNOWN: Final = 4
 _UNKNOWN_SHARE: Final = 50
 # Stores that have paused for so long are over for now.
 _PAUSE_S: Final = 1.0
+# To have no spare files costs what comes next a hundred times what it costs to keep them.
+_SPARES_S: Final = 60.0
 _EVICT_STEP_BYTES: Final = 64 << 20
 _NEVER_NS: Final = 1 << 62
 
@@ -219,14 +221,15 @@ class Keeper:
         """
         volume, settings = self._volume, self._settings
         spares = volume.space.spares
-        paused = spares.idle_s() > _PAUSE_S
-        if paused and len(spares):
-            volume.space.drop_spares()
+        idle_s = spares.idle_s()
+        paused = idle_s > _PAUSE_S
         totals = volume.ledger.totals()
         if not totals.counted:
             return
         limit_bytes = volume.limit_bytes(totals)
         disk_is_full = limit_bytes < volume.quota_bytes
+        if len(spares) and idle_s > (_PAUSE_S if disk_is_full else _SPARES_S):
+            volume.space.drop_spares()
         paths = [(volume, self._evictor)]
         if not disk_is_full and totals.bytes <= volume.quota_bytes:
             paths += [
