@@ -33,6 +33,7 @@
 /* The processor does not look beyond the end of a small page by itself. With this, sum and copy of
  * what lies in memory take no longer than the copy alone. */
 #define XXH3_AHEAD_BYTES 8192
+#define XXH3_LINE_BYTES 64
 
 #define XXH3_PRIME32_1 0x9E3779B1U
 #define XXH3_PRIME32_2 0x85EBCA77U
@@ -74,7 +75,6 @@ static void xxh3_stripes(uint64_t *lanes, const unsigned char *from, size_t stri
                          const unsigned char *secret)
 {
     for (size_t n = 0; n < stripes; n++, from += XXH3_STRIPE_BYTES, secret += 8) {
-        __builtin_prefetch(from + XXH3_AHEAD_BYTES);
         for (int i = 0; i < XXH3_LANES; i++) {
             uint64_t word = xxh3_word(from + 8 * i);
             uint64_t keyed = word ^ xxh3_word(secret + 8 * i);
@@ -92,7 +92,6 @@ XXH3_AVX2 static void xxh3_stripes_avx2(uint64_t *lanes, const unsigned char *fr
     for (int half = 0; half < 2; half++)
         sums[half] = _mm256_loadu_si256((const __m256i *)lanes + half);
     for (size_t n = 0; n < stripes; n++, from += XXH3_STRIPE_BYTES, secret += 8) {
-        __builtin_prefetch(from + XXH3_AHEAD_BYTES);
         for (int half = 0; half < 2; half++) {
             __m256i words = _mm256_loadu_si256((const __m256i *)from + half);
             __m256i keys = _mm256_loadu_si256((const __m256i *)secret + half);
@@ -140,8 +139,21 @@ static uint64_t xxh3_end(const uint64_t *lanes, size_t length)
     return sum ^ sum >> 32;
 }
 
-/* The sum of more than XXH3_SHORT_BYTES; they are copied if `to`. `stripes` is `xxh3_fastest()`. */
-static uint64_t xxh3_sum(xxh3_stripes_t *stripes, const void *bytes, size_t length, void *to)
+/* Fetches a block's bytes from memory; past others in the caches if they are needed only `once`. */
+static void xxh3_fetch(const unsigned char *from, int once)
+{
+    for (size_t at = 0; at < XXH3_BLOCK_BYTES; at += XXH3_LINE_BYTES) {
+        if (once)
+            __builtin_prefetch(from + at, 0, 0);
+        else
+            __builtin_prefetch(from + at);
+    }
+}
+
+/* The sum of more than XXH3_SHORT_BYTES; they are copied if `to`, and not needed again soon if
+ * `once`. `stripes` is `xxh3_fastest()`. */
+static uint64_t xxh3_sum(xxh3_stripes_t *stripes, const void *bytes, size_t length, void *to,
+                         int once)
 {
     uint64_t lanes[XXH3_LANES] = {XXH3_PRIME32_3, XXH3_PRIME64_1, XXH3_PRIME64_2, XXH3_PRIME64_3,
                                   XXH3_PRIME64_4, XXH3_PRIME32_2, XXH3_PRIME64_5, XXH3_PRIME32_1};
@@ -150,6 +162,7 @@ static uint64_t xxh3_sum(xxh3_stripes_t *stripes, const void *bytes, size_t leng
     size_t at = 0;
     /* At least one byte is left to the last stripe, which overlaps what comes before it. */
     for (; length - at > XXH3_BLOCK_BYTES; at += XXH3_BLOCK_BYTES) {
+        xxh3_fetch(from + at + XXH3_AHEAD_BYTES, once);
         if (copy != NULL)
             memcpy(copy + at, from + at, XXH3_BLOCK_BYTES);
         stripes(lanes, from + at, XXH3_STRIPES, xxh3_secret);

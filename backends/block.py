@@ -211,6 +211,11 @@ def read_header(header: Bytes) -> BlockHeader:
     return BlockHeader._make(_FIELDS.unpack_from(header.data))
 
 
+def created_ns(header: Bytes) -> int:
+    """When the block was made, as it stands there, unchecked."""
+    return int.from_bytes(header.data[_CREATED], "little")
+
+
 def slot_lengths(header: Bytes) -> tuple[int, ...]:
     """Length of each slot in bytes, as a header that was checked says."""
     return struct.unpack_from(f"<{read_header(header).slots}I", header.data, _FIELDS.size)

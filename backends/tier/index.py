@@ -9,7 +9,7 @@ named by the whole key.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -124,16 +124,6 @@ class Index:
             if place is not None:
                 self._used_ns[place] = max(int(self._used_ns[place]), used_ns)
 
-    def shown_ns(self, block_id: int) -> int:
-        """When others were last shown that it is used; 0 where unknown."""
-        place = self._places.get(block_id)
-        return 0 if place is None else int(self._shown_ns[place])
-
-    def is_unread(self, block_id: int) -> bool:
-        """Whether it was written in this run and has not been loaded in it."""
-        place = self._places.get(block_id)
-        return place is not None and int(self._flags[place]) & (_WRITTEN | _READ) == _WRITTEN
-
     def loaded(self, block_id: int, shown_ns: int) -> bool:
         """Note a load; whether it is the first of a block that was written in this run."""
         with self._lock:
@@ -161,11 +151,20 @@ class Index:
                 self._shown_ns[place] = used_ns
 
     def add_written(
-        self, blocks: Iterable[tuple[int, BlockKey, int]], namespace: int, volume: int
+        self, blocks: Sequence[tuple[int, BlockKey, int]], namespace: int, volume: int
     ) -> None:
         """Enter blocks, by id, key, and use, that were written in this run and show their use."""
         with self._lock:
-            for block_id, key, used_ns in blocks:
+            new: dict[int, tuple[int, BlockKey, int]] = {}
+            known = []
+            for block in blocks:
+                if block[0] in self._places or block[0] in new:
+                    known.append(block)
+                else:
+                    new[block[0]] = block
+            if new:
+                self._enter_written(list(new.values()), namespace, volume)
+            for block_id, key, used_ns in known:
                 place = self._put(block_id, key, namespace, volume, used_ns)
                 self._flags[place] = _LIVE | _WRITTEN
                 self._shown_ns[place] = used_ns
@@ -271,17 +270,32 @@ class Index:
             places = places[np.argpartition(used_ns[places], count)[:count]]
         places = places[np.argsort(used_ns[places], kind="stable")]
         with self._lock:
-            return [self._candidate(place) for place in places.tolist()]
+            return self._candidates(places)
 
-    def evicted(self, candidate: Candidate) -> None:
-        """Forget a candidate that has gone, unless it has been stored anew since it was named.
+    def shown_all_ns(self, candidates: Sequence[Candidate]) -> list[int]:
+        """When others were last shown that these are used; 0 where unknown."""
+        shown_ns: list[int] = self._shown_ns[[each.place for each in candidates]].tolist()
+        return [
+            ns if self._places.get(each.block_id) == each.place else 0
+            for each, ns in zip(candidates, shown_ns, strict=True)
+        ]
 
-        A lookup that came in between makes it recent, and does not bring it back.
+    def evicted(self, candidates: Sequence[Candidate]) -> list[bool]:
+        """Forget candidates that have gone, but for those that have been stored anew since they
+        were named; which of all were written in this run and never loaded in it.
+
+        A lookup that came in between makes one recent, and does not bring it back.
         """
+        places = [candidate.place for candidate in candidates]
+        never_read = []
         with self._lock:
-            place = self._places.get(candidate.block_id)
-            if place == candidate.place and self._shown_ns[place] <= candidate.used_ns:
-                self._forget(candidate.block_id, place)
+            shown_ns, flags = self._shown_ns[places].tolist(), self._flags[places].tolist()
+            for candidate, shown, flag in zip(candidates, shown_ns, flags, strict=True):
+                is_here = self._places.get(candidate.block_id) == candidate.place
+                never_read.append(is_here and flag & (_WRITTEN | _READ) == _WRITTEN)
+                if is_here and shown <= candidate.used_ns:
+                    self._forget(candidate.block_id, candidate.place)
+        return never_read
 
     def still(self, candidate: Candidate) -> bool:
         """Whether a candidate has been neither used nor forgotten since it was named."""
@@ -320,11 +334,17 @@ class Index:
     def _count(self, volume: int, more: int) -> None:
         self._counts[volume] = self._counts.get(volume, 0) + more
 
-    def _candidate(self, place: int) -> Candidate:
-        digest = self._hashes[place, : self._lengths[place]].tobytes()
-        key = BlockKey(digest, int(self._groups[place]))
-        block_id, used_ns = int(self._ids[place]), int(self._used_ns[place])
-        return Candidate(place, block_id, key, int(self._namespaces[place]), used_ns)
+    def _candidates(self, places: npt.NDArray[np.int64]) -> list[Candidate]:
+        width, digests = self._hashes.shape[1], self._hashes[places].tobytes()
+        columns = (self._lengths, self._ids, self._groups, self._namespaces, self._used_ns)
+        facts = (column[places].tolist() for column in columns)
+        begins = range(0, len(digests), width)
+        return [
+            Candidate(place, block_id, BlockKey(digests[at : at + length], group), space, used_ns)
+            for place, at, length, block_id, group, space, used_ns in zip(
+                places.tolist(), begins, *facts, strict=True
+            )
+        ]
 
     def _enter(self, place: int, block_id: int, key: BlockKey) -> None:
         self._widen(len(key.hash))
@@ -334,6 +354,29 @@ class Index:
         self._groups[place] = key.group
         self._used_ns[place] = 0
         self._shown_ns[place] = 0
+
+    def _enter_written(
+        self, blocks: Sequence[tuple[int, BlockKey, int]], namespace: int, volume: int
+    ) -> None:
+        """`_put` of blocks that are not known, each of them once. Who reads without the lock finds
+        one when all of it is there."""
+        ids, keys, used_ns = zip(*blocks, strict=True)
+        lengths = [len(key.hash) for key in keys]
+        self._widen(max(lengths))
+        places = [self._take_place() for _ in blocks]
+        self._ids[places] = np.array(ids, np.uint64)
+        width = self._hashes.shape[1]
+        digests = b"".join(key.hash.ljust(width, b"\0") for key in keys)
+        self._hashes[places] = np.frombuffer(digests, np.uint8).reshape(-1, width)
+        self._lengths[places] = lengths
+        self._groups[places] = [key.group for key in keys]
+        self._used_ns[places] = self._shown_ns[places] = used_ns
+        self._seen[places] = self.generation
+        self._namespaces[places] = namespace
+        self._volumes[places] = volume
+        self._flags[places] = _LIVE | _WRITTEN
+        self._places.update(zip(ids, places, strict=True))
+        self._count(volume, len(blocks))
 
     def _take_place(self) -> int:
         if self._free:

@@ -44,7 +44,7 @@ class Task:
         self.moved = False
         self.seen_elsewhere = False
         self.began_s = 0.0
-        self.followers: list[Task] = []
+        self.followers: list[Task] | None = None
 
     @property
     def deadline_s(self) -> float | None:
@@ -143,15 +143,23 @@ class Jobs:
 
     def begin(self, task: Task) -> bool:
         """Take a task for oneself; False where it has ended, or ends now because it is late."""
+        return bool(self.begin_all([task])[0])
+
+    def begin_all(self, tasks: Sequence[Task]) -> tuple[list[Task], list[Task]]:
+        """`begin` each: those that may be begun, and those that may not."""
+        begun: list[Task] = []
+        ended: list[Task] = []
         with self._lock:
-            if task.ended:
-                return False
-            if task.is_late():
-                self._end(task, Outcome.LATE, _LATE, 0)
-                return False
-            task.begun = True
-            task.began_s = time.monotonic()
-            return True
+            now_s = time.monotonic()
+            for task in tasks:
+                if not task.ended and task.is_late():
+                    self._end(task, Outcome.LATE, _LATE, 0)
+                if task.ended:
+                    ended.append(task)
+                else:
+                    task.begun, task.began_s = True, now_s
+                    begun.append(task)
+        return begun, ended
 
     def put_back(self, task: Task) -> None:
         """Give up a task that was begun; its row is touched no more until it is begun again.

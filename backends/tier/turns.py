@@ -15,7 +15,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
 
 from backends.tier.jobs import Task
@@ -56,6 +56,7 @@ class Turns:
         `claims` None: the replicas cannot tell each other. `name` is the thread's.
         """
         self._claims = claims if replicas > 1 else None
+        self._alone = replicas == 1
         self._replica = replica
         self._replicas = replicas
         self._stagger_s = stagger_s
@@ -73,7 +74,13 @@ class Turns:
     def add(self, tasks: Iterable[Task]) -> None:
         with self._work:
             self._new.extend(tasks)
-            self._work.notify()
+            # Where there is nobody to wait for, they need no thread to go.
+            if not self._alone or self._stopped or not self._ready():
+                self._work.notify()
+                return
+            leading = self._lead()
+        if leading:
+            self._go(leading)
 
     def wait_until_ready(self, task: Task) -> None:
         """A task that has had its turn could not begin after all."""
@@ -81,16 +88,20 @@ class Turns:
         self._wait(task, 0.0, now_s, now_s)
         self.wake()
 
-    def ended(self, task: Task) -> list[Task]:
-        """A task's store is over: the stores of the same key that waited for it."""
+    def ended(self, tasks: Sequence[Task]) -> list[Task]:
+        """The stores of these tasks are over: those of the same keys that waited for them."""
+        waited: list[Task] = []
         with self._work:
-            if self._active.get(task.block_id) is task:
-                del self._active[task.block_id]
-            followers, task.followers = task.followers, []
+            for task in tasks:
+                if self._active.get(task.block_id) is task:
+                    del self._active[task.block_id]
+                if task.followers:
+                    waited += task.followers
+                    task.followers = None
         if self._claims is not None:
             with contextlib.suppress(OSError):
-                self._claims.unclaim([task.block_id])
-        return followers
+                self._claims.unclaim([task.block_id for task in tasks])
+        return waited
 
     def wake(self) -> None:
         with self._work:
@@ -143,6 +154,8 @@ class Turns:
                 continue
             leader = self._active.get(task.block_id)
             if leader is not None:
+                if leader.followers is None:
+                    leader.followers = []
                 leader.followers.append(task)
                 continue
             self._active[task.block_id] = task

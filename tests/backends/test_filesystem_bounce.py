@@ -85,7 +85,7 @@ def test_buffers_are_lent_and_come_back() -> None:
     assert second is not None
     assert not np.shares_memory(first, second)
     # Small blocks go through it several at a time.
-    assert (first.size, first.ctypes.data % 4096) == (4 * ROW_BYTES, 0)
+    assert (first.size, first.ctypes.data % 4096) == (8 * ROW_BYTES, 0)
     # One more transfer than there are buffers goes without.
     assert buffers.take(way) is None
     buffers.give_back(first, way, 0, 1.0)
@@ -101,8 +101,8 @@ def test_tiny_rows_go_without() -> None:
 @pytest.mark.parametrize(
     ("row_bytes", "size"),
     [
-        (1 << 18, 1 << 20),
-        ((1 << 19) + 4096, 3 * ((1 << 19) + 4096)),
+        (1 << 18, 1 << 21),
+        ((1 << 19) + 4096, 4 * ((1 << 19) + 4096)),
         (1 << 21, 1 << 21),
         ((1 << 22) + 4096, 1 << 22),
     ],

@@ -209,8 +209,8 @@ def test_a_first_writer_that_is_killed_in_the_middle_loses_nothing(
     disk: Path, tmp_path: Path
 ) -> None:
     """The others write what it had not published, each block once, and sweep what it left."""
-    published = 8  # of small blocks so many are written, and get their names, together
-    own = keys_whose_first_writer_is(0, 4, 12)
+    published = 16  # of small blocks so many are written, and get their names, together
+    own = keys_whose_first_writer_is(0, 4, 20)
     prompt = (*own, *make_keys("others", 20))
     sign = tmp_path / "hangs"
     settings = make_settings(disk, threads=1)
@@ -226,11 +226,11 @@ def test_a_first_writer_that_is_killed_in_the_middle_loses_nothing(
         if time.monotonic() - began_s < turns._CLAIM_PATIENCE_S:
             assert len(block_files(disk)) == published + 20
         replicas[0].kill()
-        assert [replicas[index].end() for index in (1, 2, 3)] == [[DONE] * 32] * 3
-        assert len(block_files(disk)) == 32
-        assert replicas.count("written_rows", but=0) == 32 - published
-        assert replicas.count("stored", but=0) == 32 - published
-        assert replicas.all_do("load", prompt, but=0) == [[DONE] * 32] * 3
+        assert [replicas[index].end() for index in (1, 2, 3)] == [[DONE] * 40] * 3
+        assert len(block_files(disk)) == 40
+        assert replicas.count("written_rows", but=0) == 40 - published
+        assert replicas.count("stored", but=0) == 40 - published
+        assert replicas.all_do("load", prompt, but=0) == [[DONE] * 40] * 3
         assert replicas.count("corrupt", but=0) == 0
         eventually(lambda: not leftovers(disk), "what the dead was writing stays")
     with Bench(make_settings(disk)).ready() as bench:

@@ -89,18 +89,19 @@ static xxh3_stripes_t *stripes;
 static void seal_block(char *row, size_t size, char *copy)
 {
     uint32_t flags = SEALED, found;
-    uint64_t sum = xxh3_sum(stripes, row, CHECKSUM_AT, NULL);
+    uint64_t sum = xxh3_sum(stripes, row, CHECKSUM_AT, NULL, 0);
     memcpy(&found, row + FLAGS_AT, sizeof found);
     if (found == SEALED && memcmp(row + CHECKSUM_AT, &sum, sizeof sum) == 0) {
         if (copy != NULL)
             memcpy(copy, row, size);
         return;
     }
+    /* Where it is copied, it is the copy that the disk reads, and that is to stay in the cache. */
     sum = xxh3_sum(stripes, row + HEADER_BYTES, size - HEADER_BYTES,
-                   copy ? copy + HEADER_BYTES : NULL);
+                   copy ? copy + HEADER_BYTES : NULL, copy != NULL);
     memcpy(row + PAYLOAD_SUM_AT, &sum, sizeof sum);
     memcpy(row + FLAGS_AT, &flags, sizeof flags);
-    sum = xxh3_sum(stripes, row, CHECKSUM_AT, NULL);
+    sum = xxh3_sum(stripes, row, CHECKSUM_AT, NULL, 0);
     memcpy(row + CHECKSUM_AT, &sum, sizeof sum);
     if (copy != NULL)
         memcpy(copy, row, HEADER_BYTES);
@@ -114,12 +115,18 @@ static uint64_t copy_block(char *row, const char *from, size_t size, int summed)
         return 0;
     }
     memcpy(row, from, HEADER_BYTES);
-    return xxh3_sum(stripes, from + HEADER_BYTES, size - HEADER_BYTES, row + HEADER_BYTES);
+    return xxh3_sum(stripes, from + HEADER_BYTES, size - HEADER_BYTES, row + HEADER_BYTES, 0);
 }
 
 static int fits(const Py_buffer *bounce, Py_ssize_t size)
 {
     return bounce->buf != NULL && bounce->len >= size;
+}
+
+/* Whole pages of it. */
+static Py_ssize_t half_of(const Py_buffer *bounce)
+{
+    return bounce->len / 2 / ALIGNMENT_BYTES * ALIGNMENT_BYTES;
 }
 
 static const Py_buffer no_bounce;
@@ -245,41 +252,75 @@ static void write_file(int directory, write_t *file, const char *durability,
         file->error = errno;
         return;
     }
-    seal_block(file->data.buf, (size_t)file->data.len, NULL);
-    end_file(fd, file, file->data.buf, durability, bounce);
+    char *row = file->data.buf, *copy = fits(bounce, file->data.len) ? bounce->buf : NULL;
+    seal_block(row, (size_t)file->data.len, copy);
+    if (copy != NULL)
+        end_file(fd, file, copy, durability, &no_bounce);
+    else
+        end_file(fd, file, row, durability, bounce);
 }
 
-/* As many files as the buffer has room for, their bytes handed over together; how many those are. */
-static Py_ssize_t write_together(int directory, write_t *files, Py_ssize_t count,
-                                 const char *durability, const Py_buffer *bounce)
-{
+/* Files whose bytes lie in one half of a buffer. */
+typedef struct {
+    char *memory;
+    size_t count;
     ring_write_t writes[RING_MOST];
-    write_t *opened[RING_MOST];
-    size_t open = 0;
+    write_t *files[RING_MOST];
+} half_t;
+
+/* Opens and seals as many files as there is room for; how many were tried, all if none is open. */
+static Py_ssize_t prepare(int directory, half_t *half, write_t *files, Py_ssize_t count,
+                          Py_ssize_t room)
+{
     Py_ssize_t tried = 0, used = 0;
-    for (; tried < count && open < RING_MOST; tried++) {
+    half->count = 0;
+    for (; tried < count && half->count < RING_MOST; tried++) {
         write_t *file = &files[tried];
-        if (file->data.len > bounce->len - used)
+        if (file->data.len > room - used)
             break;
         int fd = open_beneath(directory, file->name, file->flags);
         if (fd < 0) {
             file->error = errno;
             continue;
         }
-        char *copy = (char *)bounce->buf + used;
+        char *copy = half->memory + used;
         used += file->data.len;
         seal_block(file->data.buf, (size_t)file->data.len, copy);
-        opened[open] = file;
-        writes[open++] = (ring_write_t){.fd = fd, .data = copy, .size = (size_t)file->data.len};
-    }
-    ring_write(writes, open);
-    for (size_t i = 0; i < open; i++) {
-        if (writes[i].is_whole)
-            opened[i]->done = opened[i]->data.len;
-        end_file(writes[i].fd, opened[i], writes[i].is_whole ? NULL : writes[i].data, durability,
-                 &no_bounce);
+        half->files[half->count] = file;
+        half->writes[half->count++] =
+            (ring_write_t){.fd = fd, .data = copy, .size = (size_t)file->data.len};
     }
     return tried;
+}
+
+static void end_half(half_t *half, const char *durability)
+{
+    for (size_t i = 0; i < half->count; i++) {
+        const ring_write_t *write = &half->writes[i];
+        write_t *file = half->files[i];
+        if (write->is_whole)
+            file->done = file->data.len;
+        end_file(write->fd, file, write->is_whole ? NULL : write->data, durability, &no_bounce);
+    }
+}
+
+/* Files each of which fits into half of the buffer. While the disk has one half, the other is
+ * filled, and handed over before anything else is done: a disk that is given the next bytes only
+ * when somebody has made them stands still for a tenth of the time. */
+static void write_together(int directory, write_t *files, Py_ssize_t count,
+                           const char *durability, const Py_buffer *bounce)
+{
+    Py_ssize_t room = half_of(bounce);
+    half_t halves[2] = {{.memory = bounce->buf}, {.memory = (char *)bounce->buf + room}};
+    Py_ssize_t at = prepare(directory, &halves[0], files, count, room);
+    ring_begin(halves[0].writes, halves[0].count);
+    for (int turn = 0; halves[turn].count; turn = !turn) {
+        half_t *half = &halves[turn], *next = &halves[!turn];
+        at += prepare(directory, next, &files[at], count - at, room);
+        ring_end(half->writes, half->count);
+        ring_begin(next->writes, next->count);
+        end_half(half, durability);
+    }
 }
 
 PyDoc_STRVAR(write_doc, "See _files.pyi.");
@@ -322,12 +363,15 @@ static PyObject *files_write(PyObject *module, PyObject *arguments)
         }
     }
     Py_BEGIN_ALLOW_THREADS;
-    for (Py_ssize_t i = 0; i < count;) {
-        if (fits(&bounce, writes[i].data.len)) {
-            i += write_together(directory, &writes[i], count - i, durability, &bounce);
+    for (Py_ssize_t i = 0, next; i < count; i = next) {
+        next = i;
+        while (next < count && writes[next].data.len <= half_of(&bounce))
+            next++;
+        if (next > i + 1) {
+            write_together(directory, &writes[i], next - i, durability, &bounce);
         } else {
             write_file(directory, &writes[i], durability, &bounce);
-            i++;
+            next = i + 1;
         }
     }
     Py_END_ALLOW_THREADS;
@@ -375,7 +419,7 @@ static Py_ssize_t read_block(int fd, read_t *file, const Py_buffer *bounce)
     got = read_whole(fd, row, size, bounce);
     file->summed &= got == size;
     if (file->summed)
-        file->sum = xxh3_sum(stripes, row + HEADER_BYTES, (size_t)size - HEADER_BYTES, NULL);
+        file->sum = xxh3_sum(stripes, row + HEADER_BYTES, (size_t)size - HEADER_BYTES, NULL, 0);
     return got;
 }
 
@@ -586,7 +630,7 @@ static PyObject *files_sum(PyObject *module, PyObject *arguments)
     PyObject *sum = NULL;
     if (data.len > XXH3_SHORT_BYTES)
         sum = PyLong_FromUnsignedLongLong(
-            xxh3_sum(portable ? xxh3_stripes : stripes, data.buf, (size_t)data.len, NULL));
+            xxh3_sum(portable ? xxh3_stripes : stripes, data.buf, (size_t)data.len, NULL, 0));
     else
         PyErr_Format(PyExc_ValueError, "a sum of %zd bytes", data.len);
     PyBuffer_Release(&data);

@@ -106,29 +106,28 @@ static _Atomic uint32_t *word(const ring_t *ring, uint32_t offset)
     return (_Atomic uint32_t *)(ring->queues + offset);
 }
 
-/* Takes the answers that are there; how many. */
-static size_t ring_take(ring_t *ring, ring_write_t *writes)
+/* Takes the answers that are there. */
+static void ring_take(const ring_t *ring)
 {
     const struct io_cqring_offsets *at = &ring->is.cq_off;
     const struct io_uring_cqe *answers = (void *)(ring->queues + at->cqes);
     uint32_t mask = *word(ring, at->ring_mask);
     uint32_t head = atomic_load_explicit(word(ring, at->head), memory_order_relaxed);
     uint32_t tail = atomic_load_explicit(word(ring, at->tail), memory_order_acquire);
-    size_t taken = tail - head;
     for (; head != tail; head++) {
         const struct io_uring_cqe *answer = &answers[head & mask];
-        ring_write_t *write = &writes[answer->user_data];
+        ring_write_t *write = (ring_write_t *)(uintptr_t)answer->user_data;
         write->is_whole = answer->res >= 0 && (size_t)answer->res == write->size;
+        write->is_under_way = 0;
     }
     atomic_store_explicit(word(ring, at->head), head, memory_order_release);
-    return taken;
 }
 
-void ring_write(ring_write_t *writes, size_t count)
+void ring_begin(ring_write_t *writes, size_t count)
 {
     for (size_t i = 0; i < count; i++)
-        writes[i].is_whole = 0;
-    if (count < 2 || count > RING_MOST || atomic_load(&refused))
+        writes[i].is_whole = writes[i].is_under_way = 0;
+    if (!count || atomic_load(&refused))
         return;
     ring_t *ring = ring_of_thread();
     if (ring == NULL) {
@@ -139,34 +138,56 @@ void ring_write(ring_write_t *writes, size_t count)
     const struct io_sqring_offsets *at = &ring->is.sq_off;
     uint32_t *slots = (void *)(ring->queues + at->array);
     uint32_t mask = *word(ring, at->ring_mask);
-    uint32_t tail = atomic_load_explicit(word(ring, at->tail), memory_order_relaxed);
-    for (size_t i = 0; i < count; i++, tail++) {
-        struct io_uring_sqe *entry = &ring->entries[i];
+    uint32_t begin = atomic_load_explicit(word(ring, at->tail), memory_order_relaxed);
+    for (size_t i = 0; i < count; i++) {
+        uint32_t slot = (begin + (uint32_t)i) & mask;
+        struct io_uring_sqe *entry = &ring->entries[slot];
         memset(entry, 0, sizeof *entry);
         entry->opcode = IORING_OP_WRITE;
         entry->fd = writes[i].fd;
         entry->addr = (uint64_t)(uintptr_t)writes[i].data;
         entry->len = (uint32_t)writes[i].size;
-        entry->user_data = i;
-        slots[tail & mask] = (uint32_t)i;
+        entry->user_data = (uint64_t)(uintptr_t)&writes[i];
+        slots[slot] = slot;
     }
-    atomic_store_explicit(word(ring, at->tail), tail, memory_order_release);
-    size_t left = count, under_way = 0;
-    while (left || under_way) {
-        long taken = syscall(SYS_io_uring_enter, ring->fd, (unsigned int)left,
-                             (unsigned int)(left + under_way), IORING_ENTER_GETEVENTS, NULL, 0);
-        if (taken >= 0) {
-            left -= (size_t)taken;
-            under_way += (size_t)taken;
-        } else if (errno != EINTR) {
-            /* What the kernel has not taken is taken back. What it has may still be read by the
-             * disk, so that is waited for. */
-            uint32_t head = atomic_load_explicit(word(ring, at->head), memory_order_acquire);
-            atomic_store_explicit(word(ring, at->tail), head, memory_order_release);
-            left = 0;
+    atomic_store_explicit(word(ring, at->tail), begin + (uint32_t)count, memory_order_release);
+    size_t taken = 0;
+    while (taken < count) {
+        long more = syscall(SYS_io_uring_enter, ring->fd, (unsigned int)(count - taken), 0, 0,
+                            NULL, 0);
+        if (more > 0)
+            taken += (size_t)more;
+        else if (more == 0 || errno != EINTR)
+            break;
+    }
+    for (size_t i = 0; i < taken; i++)
+        writes[i].is_under_way = 1;
+    /* What the kernel has not taken is taken back. */
+    atomic_store_explicit(word(ring, at->tail), begin + (uint32_t)taken, memory_order_release);
+}
+
+static unsigned int under_way(const ring_write_t *writes, size_t count)
+{
+    unsigned int left = 0;
+    for (size_t i = 0; i < count; i++)
+        left += writes[i].is_under_way != 0;
+    return left;
+}
+
+void ring_end(ring_write_t *writes, size_t count)
+{
+    if (!under_way(writes, count))
+        return;
+    const ring_t *ring = pthread_getspecific(own);
+    for (;;) {
+        ring_take(ring);
+        unsigned int left = under_way(writes, count);
+        if (!left)
+            return;
+        /* An answer of others may come first. Whatever is wrong, the disk may still be reading. */
+        if (syscall(SYS_io_uring_enter, ring->fd, 0, left, IORING_ENTER_GETEVENTS, NULL, 0) < 0 &&
+            errno != EINTR)
             sched_yield();
-        }
-        under_way -= ring_take(ring, writes);
     }
 }
 
@@ -178,10 +199,16 @@ int ring_use(int wanted)
 
 #else
 
-void ring_write(ring_write_t *writes, size_t count)
+void ring_begin(ring_write_t *writes, size_t count)
 {
     for (size_t i = 0; i < count; i++)
-        writes[i].is_whole = 0;
+        writes[i].is_whole = writes[i].is_under_way = 0;
+}
+
+void ring_end(ring_write_t *writes, size_t count)
+{
+    (void)writes;
+    (void)count;
 }
 
 int ring_use(int wanted)

@@ -16,11 +16,16 @@ typedef struct {
     int fd;
     const char *data;
     size_t size;
+    int is_under_way;
     int is_whole; /* set where all of it was written, from the file's front on */
 } ring_write_t;
 
-/* Returns when nothing is under way any more. Not of one write, nor of more than RING_MOST. */
-void ring_write(ring_write_t *writes, size_t count);
+/* Hands them over, if that is possible. Of all that a thread has handed over and not ended there
+ * are RING_MOST at most; they and their data stay where they are. */
+void ring_begin(ring_write_t *writes, size_t count);
+
+/* Returns when none of these is under way any more. */
+void ring_end(ring_write_t *writes, size_t count);
 
 /* Whether it is used; `wanted` 0: not from now on, 1: where it can be. */
 int ring_use(int wanted);

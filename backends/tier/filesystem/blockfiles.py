@@ -6,6 +6,7 @@ Blocking code for I/O threads. Methods raise OSError.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import stat
 import time
@@ -125,7 +126,7 @@ class BlockFiles:
         """
         name = spare or self._place.new_name()
         try:
-            created_ns = _file_time_ns(block.read_header(row))
+            created_ns = _file_time_ns(row)
         except BaseException:
             self._space.discard(name)
             raise
@@ -172,11 +173,10 @@ class BlockFiles:
         try:
             with self._ledger.counting() as counts:
                 results = self._give_names(batch)
-                for i, file in enumerate(batch):
-                    if results[i] is None:
-                        named[i] = True
-                        counts.add(naming.shard_of(file.block_id), self._form.row_bytes, 1)
-                        counts.released_bytes += self._form.row_bytes
+                named = [result is None for result in results]
+                shards = [naming.shard_of(f.block_id) for f in itertools.compress(batch, named)]
+                counts.add_all(shards, [self._form.row_bytes] * len(shards), 1)
+                counts.released_bytes = len(shards) * self._form.row_bytes
         except OSError as error:
             counted = False
             for i, ok in enumerate(named):
@@ -367,7 +367,7 @@ class BlockFiles:
         try:
             if self._io.preadv(fd, [page.data], 0) != page.size:
                 return False
-            if found.st_mtime_ns == _file_time_ns(block.read_header(page)):
+            if found.st_mtime_ns == _file_time_ns(page):
                 return block.check_row(page, key, self._form.fingerprint) is None
             row = self._rows.get()
             return block.check(row[: read_row(self._io, fd, row)], *self._expected(key)) is None
@@ -428,6 +428,6 @@ class BlockFiles:
         return key, self._form.fingerprint, self._form.row_bytes - block.HEADER_BYTES
 
 
-def _file_time_ns(header: block.BlockHeader) -> int:
+def _file_time_ns(header: Bytes) -> int:
     """The mtime of a file that nobody has written to since its block was made."""
-    return min(header.created_ns, 2**62)
+    return min(block.created_ns(header), 2**62)

@@ -27,8 +27,8 @@ _HUGE_BYTES: Final = 2 << 20
 # One transfer of a longer row goes piece by piece.
 _MOST_BYTES: Final = 4 << 20
 # So many small blocks go through one buffer at a time.
-_TOGETHER: Final = 4
-_TOGETHER_BYTES: Final = 2 << 20
+_TOGETHER: Final = 8
+_TOGETHER_BYTES: Final = 9 << 18
 # Less than this is one request or a few, whatever its pages.
 _LEAST_BYTES: Final = 32 << 10
 # So many transfers each way before one is preferred; their median decides, because a disk that
@@ -107,7 +107,7 @@ class Bounce:
                 if self._free is None:
                     self._free = self._make()
         try:
-            return self._free.popleft()
+            return self._free.pop()
         except IndexError:
             return None
 

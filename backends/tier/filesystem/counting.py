@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from backends.tier.filesystem.ledgerfile import (
     COUNT,
@@ -76,6 +79,24 @@ class Counting:
         # What was never counted will be.
         if old_blocks >= 0:
             self.set(shard, max(0, old_bytes + nbytes), max(0, old_blocks + blocks))
+
+    def add_all(self, shards: Sequence[int], nbytes: Sequence[int], blocks: int) -> None:
+        """`add` so many bytes, and `blocks`, to each of these shards, none of them the quarantine;
+        one may be named several times."""
+        if not shards:
+            return
+        counts = np.frombuffer(self._data, "<i8").reshape(COUNTS, 2)
+        more = np.zeros_like(counts)
+        np.add.at(more[:, 0], shards, nbytes)
+        np.add.at(more[:, 1], shards, blocks)
+        more[counts[:, 1] < 0] = 0
+        np.maximum(more, -counts, out=more, where=more < 0)
+        counts += more
+        self._first = min(self._first, *shards)
+        self._last = max(self._last, *shards)
+        more_bytes, more_blocks = more.sum(axis=0).tolist()
+        self._more_bytes += more_bytes
+        self._more_blocks += more_blocks
 
     def set(self, shard: int, nbytes: int, blocks: int) -> None:
         old_bytes, old_blocks = self.get(shard)

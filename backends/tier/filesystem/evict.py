@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from backends.block import BlockKey
 from backends.tier.counters import Counters
 from backends.tier.filesystem import naming
-from backends.tier.filesystem.removal import Victim
+from backends.tier.filesystem.removal import Removal, Victim
 from backends.tier.filesystem.room import Room
 from backends.tier.filesystem.volume import Volume
 from backends.tier.gone import Gone
 from backends.tier.index import Candidate, Index
 from backends.tier.spaces import Namespaces
 
-_CANDIDATES: Final = 256
+# So many are chosen at a time: one part in so many of all, as all are looked at for it, and not so
+# many that the interpreter is kept from the other threads for long.
+_CANDIDATES: Final = range(32, 257)
+_CANDIDATES_SHARE: Final = 64
 _BATCH: Final = 64
 # What was used so lately may belong to a batch whose last blocks, which are to go before its first
 # ones, are not there yet.
@@ -119,8 +122,10 @@ class Evictor:
                 candidate = self._candidates.pop()
                 if self._index.still(candidate) and candidate.block_id not in skipped:
                     return candidate
-            count = _CANDIDATES + len(skipped)
-            found = self._index.least_recent(self._volume.number, count)
+            number = self._volume.number
+            count = self._index.count(number) // _CANDIDATES_SHARE
+            count = min(max(count, _CANDIDATES[0]), _CANDIDATES[-1]) + len(skipped)
+            found = self._index.least_recent(number, count)
             found = [c for c in reversed(found) if c.block_id not in skipped]
             settled = [c for c in found if c.used_ns < before_ns - _BATCH_NS]
             self._candidates = settled or found
@@ -139,31 +144,35 @@ class Evictor:
                 self._namespaces[candidate.namespace].name,
                 naming.shard_of(candidate.block_id),
                 naming.block_name(candidate.key),
-                max(candidate.used_ns, index.shown_ns(candidate.block_id)),
+                max(candidate.used_ns, shown_ns),
             )
-            for candidate in batch
+            for candidate, shown_ns in zip(batch, index.shown_all_ns(batch), strict=True)
         ]
         removals, error = volume.remover.remove(victims, spare=spare)
-        counts = {"evicted": 0, "evicted_bytes": 0, "evicted_never_read": 0}
-        gone: list[BlockKey] = []
+        gone: list[tuple[Candidate, Removal]] = []
         for candidate, removal in zip(batch, removals, strict=True):
-            block_id = candidate.block_id
-            done.freed_bytes += removal.freed_bytes
-            done.spares += removal.spare
-            if removal.used_ns is not None:
+            if removal.used_ns is None:
+                gone.append((candidate, removal))
+            else:
                 # Another process has used it: it is as recent as that says.
-                index.used_elsewhere(block_id, removal.used_ns)
+                index.used_elsewhere(candidate.block_id, removal.used_ns)
                 self._put_in_order(candidate._replace(used_ns=removal.used_ns))
-                continue
-            never_read = index.is_unread(block_id)
-            index.evicted(candidate)
-            if removal.freed_bytes:
-                counts["evicted"] += 1
-                counts["evicted_bytes"] += removal.freed_bytes
-                counts["evicted_never_read"] += never_read
-                if not candidate.namespace:  # another one's keys mean nothing to who asks
-                    gone.append(candidate.key)
-        self._counters.add_all(counts)
-        self._gone.add(gone)
+        freed = [removal.freed_bytes for _, removal in gone]
+        done.freed_bytes += sum(freed)
+        done.spares += sum(removal.spare for _, removal in gone)
+        never_read = index.evicted([candidate for candidate, _ in gone])
+        self._counters.add_all(
+            {
+                "evicted": sum(map(bool, freed)),
+                "evicted_bytes": sum(freed),
+                "evicted_never_read": sum(map(bool, itertools.compress(freed, never_read))),
+            }
+        )
+        # Another one's keys mean nothing to who asks.
+        self._gone.add(
+            candidate.key
+            for candidate, removal in gone
+            if removal.freed_bytes and not candidate.namespace
+        )
         if error is not None:
             raise error

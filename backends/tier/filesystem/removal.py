@@ -100,14 +100,17 @@ class Remover:
             with self._ledger.counting() as counts:
                 keep = [spare and look.spare for _, _, look in going]
                 results = self._take_names(victims, going, keep)
+                gone: list[int] = []
                 for (i, _, look), kept, wrong in zip(going, keep, results, strict=True):
                     if isinstance(wrong, FileNotFoundError):
                         removals[i] = Removal(0, None)
                     elif wrong is not None:
                         failed = failed or wrong
                     else:
-                        removals[i] = look._replace(spare=kept)
-                        counts.add(victims[i].shard, -look.freed_bytes, -1)
+                        removals[i] = Removal(look.freed_bytes, None, kept)
+                        gone.append(i)
+                freed = [-removals[i].freed_bytes for i in gone]
+                counts.add_all([victims[i].shard for i in gone], freed, -1)
         if failed is not None:
             raise failed
 

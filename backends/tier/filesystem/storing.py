@@ -220,10 +220,9 @@ class Storing:
             [(task.block_id, task.key, task.used_ns) for task in tasks], 0, volume.number
         )
         self._known(tasks)
-        waited = [lane.turns.ended(task) for task in tasks]
+        followers = lane.turns.ended(tasks)
         self._jobs.end_all(tasks, Outcome.DONE, self._row_bytes)
-        for followers in waited:
-            self._end_followers(followers)
+        self._end_followers(followers)
         spares = volume.space.spares
         if len(spares) <= spares.most // 2 and volume.ledger.cached.bytes > lane.high_bytes:
             lane.keeper.kick()
@@ -304,11 +303,11 @@ class Storing:
     def _send_on(self, lane: Lane, task: Task, other: Lane) -> None:
         task.moved = True
         self._jobs.put_back(task)
-        other.store([task, *lane.turns.ended(task)])
+        other.store([task, *lane.turns.ended([task])])
 
     def go_on(self, lane: Lane, task: Task, outcome: Outcome) -> None:
         """Stores of the same key have waited for this one."""
-        followers = lane.turns.ended(task)
+        followers = lane.turns.ended([task])
         if outcome is Outcome.DONE:
             self._end_followers(followers)
         else:

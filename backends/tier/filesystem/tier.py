@@ -52,8 +52,8 @@ from backends.tier.turns import Turns
 # A lookup is PENDING for so long at most, whatever hangs below.
 _PENDING_S: Final = 5.0
 # A thread moves so many small blocks at a time: one by one, more goes into taking turns.
-_BATCH: Final = 8
-_BATCH_BYTES: Final = 2 << 20
+_BATCH: Final = 16
+_BATCH_BYTES: Final = 4 << 20
 # So many blocks of each thread get their names together where more are to come: every time costs
 # the ledger's locks, and with each call for them the interpreter.
 _NAMED_TOGETHER: Final = 4
@@ -329,16 +329,13 @@ class FilesystemTier(Tier):
 
     def _run(self, lane: Lane, tasks: list[Task]) -> None:
         """All of these are loads, or all are stores."""
-        begun: list[Task] = []
-        late: list[Task] = []
         took_room = False
+        begun, ended = self._jobs.begin_all(tasks)
         try:
-            for task in tasks:
-                (begun if self._jobs.begin(task) else late).append(task)
             if tasks[0].state.is_load:
                 self._loading.load(lane, begun)
                 return
-            for task in late:
+            for task in ended:
                 self._storing.go_on(lane, task, Outcome.LATE)
             took_room = self._storing.store(lane, begun)
         finally:

@@ -322,8 +322,7 @@ class Bank:
             # Which of them are gone is not known, nor whether they were taken off.
             self._counted_until_s = 0.0
             raise
-        for each in batch:
-            self._index.evicted(each)
+        self._index.evicted(batch)
         self._gone.add(each.key for each in batch if not each.namespace)
         self._counters.add_all({"evicted": len(batch), "evicted_bytes": freed_bytes})
         return freed_bytes

@@ -469,7 +469,7 @@ class ObjectTier(Tier):
 
     def _go_on(self, task: Task, outcome: Outcome) -> None:
         """Stores of the same key have waited for this one."""
-        followers = self._turns.ended(task)
+        followers = self._turns.ended([task])
         if outcome is not Outcome.DONE:
             self._turns.add(followers)
             return
