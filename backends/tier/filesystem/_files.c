@@ -16,6 +16,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/openat2.h>
+#include <sched.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -564,6 +565,9 @@ static PyObject *files_rename(PyObject *module, PyObject *arguments)
             long result = syscall(SYS_renameat2, entry->directory, entry->name,
                                   entry->new_directory, entry->new_name, flags);
             entry->error = result < 0 ? errno : 0;
+            /* What other threads wait for may have to be ended by a kernel thread that waits for
+             * this processor, for as long as a turn of dozens of renames. */
+            sched_yield();
         }
         Py_END_ALLOW_THREADS;
         errors = PyList_New(count);
