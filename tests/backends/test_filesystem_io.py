@@ -114,6 +114,36 @@ def test_a_file_that_cannot_be_written_does_not_keep_the_others_back(
     assert (tmp_path / "c").stat().st_size == SIZE
 
 
+def written_bytes() -> int:
+    """What this process has had written to disks."""
+    with open("/proc/self/io") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("write_bytes"))
+
+
+@pytest.mark.usefixtures("ring")
+def test_bytes_that_go_through_one_buffer_are_written_once(directory: int, tmp_path: Path) -> None:
+    """What is still under way is neither written again nor changed."""
+    size, count = 64 * 4096, 40
+    for n in range(count):
+        (tmp_path / str(n)).write_bytes(bytes(size))
+    os.sync()
+    try:
+        os.close(os.open(tmp_path / "0", os.O_WRONLY | os.O_DIRECT))
+    except OSError:
+        pytest.skip("the disk of temporary files has no O_DIRECT")
+    rows = [page_aligned(fill=n + 1, size=size) for n in range(count)]
+    files = [FileWrite(str(n), os.O_WRONLY | os.O_DIRECT, rows[n], 1, 1) for n in range(count)]
+    before = written_bytes()
+    results = compiled_io().write_files(directory, files, "none", page_aligned(size=4 * size))
+    written = written_bytes() - before
+    assert results == [None] * count
+    if written < count * size // 2:
+        pytest.skip("the disk of temporary files keeps no count of what is written to it")
+    assert written < 1.2 * count * size
+    for n in range(count):
+        assert (tmp_path / str(n)).read_bytes() == sealed(rows[n]).tobytes()
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
 def test_a_full_disk_is_told(io: OsIo) -> None:
     devices = os.open("/dev", os.O_PATH | os.O_DIRECTORY)

