@@ -54,7 +54,8 @@ class _Flight:
 class TierMachine(RuleBasedStateMachine):
     """Set `harness_type`; give `capacity_blocks` to have the tier run against its quota.
 
-    Run it through `machine_test`.
+    Run it through `machine_test`. Which rules may come next never depends on how far the tier has
+    got by now: Hypothesis takes that for a test whose data depend on something else.
     """
 
     harness_type: ClassVar[type[TierHarness]]
@@ -84,7 +85,6 @@ class TierMachine(RuleBasedStateMachine):
         self._submit(keys, is_load=True)
         self.settle()
 
-    @precondition(lambda self: self.bench.free_rows >= 4)
     @rule(keys=_BATCH, is_load=st.booleans(), late=st.booleans())
     def submit(self, keys: list[BlockKey], is_load: bool, late: bool) -> None:
         self._submit(keys, is_load=is_load, late=late)
@@ -114,10 +114,15 @@ class TierMachine(RuleBasedStateMachine):
     def touch(self, keys: list[BlockKey]) -> None:
         self.bench.tier.touch(keys)
 
-    @precondition(lambda self: self.capabilities.corruption and self._quiet_and_whole())
+    @precondition(lambda self: self.capabilities.corruption)
     @rule(pick=st.integers(0, 99), place=st.floats(0, 1, exclude_max=True), cut=st.booleans())
     def damage(self, pick: int, place: float, cut: bool) -> None:
-        whole = self._quiet_and_whole()
+        self.settle()
+        if not self._whole():
+            self.store([_KEYS[pick % len(_KEYS)]])
+        whole = self._whole()
+        if not whole:
+            return
         key = whole[pick % len(whole)]
         data = self.harness.raw_read(FINGERPRINT, key)
         if not data:
@@ -247,10 +252,8 @@ class TierMachine(RuleBasedStateMachine):
             if key in flight.seen:
                 flight.seen[key] |= self.possible[key]
 
-    def _quiet_and_whole(self) -> list[BlockKey]:
-        """Keys that are surely stored; none while jobs are under way."""
-        if self.flights:
-            return []
+    def _whole(self) -> list[BlockKey]:
+        """Keys that are surely stored, if nothing is under way."""
         return [key for key in _KEYS if self.possible[key] == {Stored.WHOLE}]
 
     def _busy(self) -> set[BlockKey]:

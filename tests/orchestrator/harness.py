@@ -139,9 +139,8 @@ class Launch:
 
     def agent(self, replica: int) -> int:
         """The pid of a replica's agent, once its first worker has told its own."""
-        worker = self.worker(replica, 0)
-        assert worker is not None
-        return _process(worker).parent
+        what = f"the first worker of replica {replica}"
+        return _process(self.wait(what, lambda: self.worker(replica, 0))).parent
 
     def events(self, replica: int, rank: int) -> list[dict[str, Any]]:
         try:
