@@ -253,7 +253,8 @@ class Promotions:
             self.used((key,))
         for _ in range(len(self._queue)):
             run, keep, until_s = self._queue.popleft()
-            waiting = [key for key in run.keys if key in self._queued]
+            # What was in the region when this run came may have gone since, and wait for another.
+            waiting = [key for key in run.keys if key in run.sources and key in self._queued]
             if until_s <= now_s:
                 self._no_room(run, waiting)
                 continue

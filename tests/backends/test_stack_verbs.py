@@ -259,6 +259,28 @@ def test_what_waits_for_room_in_vain_is_a_miss_by_its_deadline() -> None:
     stack.close()
 
 
+def test_what_was_there_for_one_who_waits_may_be_waited_for_by_another() -> None:
+    """It left the region meanwhile, and came into nobody's way."""
+    bench = Bench(rows=8, tiers=1, promotion_share=0.5, load_timeout_s=0.1, hold_s=60.0)
+    first, [below, there, behind] = hashes("a", 4), hashes("b", 3)
+    bench.put_below(0, [*first, below, behind])
+    stack = bench.open()
+    assert bench.settled(first).hits == 4
+    bench.known([below, behind])
+    assert len(bench.store([there])) == 1
+    found = stack.lookup([below, there, behind])
+    assert found.answers == [PENDING, HIT, PENDING]
+    assert found.deadline_s is not None
+    # As another's request would leave it.
+    anothers_s = found.deadline_s + 60.0
+    stack._loads._queued[there] = anothers_s
+    time.sleep(max(0.0, found.deadline_s - time.monotonic()))
+    stack.step()
+    assert stack.tier_counters["tier0"].no_room == 2
+    assert stack._loads._queued[there] == anothers_s
+    stack.close()
+
+
 def test_a_prefix_longer_than_the_share_is_loaded_as_far_as_that_goes_without_waiting() -> None:
     bench, keys = Bench(rows=8, tiers=1, promotion_share=0.5, load_timeout_s=60.0), hashes("a", 7)
     bench.put_below(0, keys)
