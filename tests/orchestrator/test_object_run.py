@@ -148,6 +148,8 @@ def test_a_run_goes_on_whatever_becomes_of_the_store_and_says_what_happened(
         *(f"tiers.stack.object.{setting}" for setting in impatient),
     ) as launch:
         launch.wait_serving()
+        # Some are stored whatever follows, and however soon the run is over.
+        launch.wait("stores", lambda: proxy.count("PUT", contains=".kvb", status=200) > 3)
         with proxy.failing(Fault(Kind.STATUS, status=503)):
             launch.wait("503s", lambda: proxy.count("PUT", status=503) > 3)
         proxy.fail(Fault(Kind.RESET), times=3)
