@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from filesystem_kit import Bench, block_files, make_settings
+from filesystem_kit import ROW_BYTES, Bench, block_files, make_settings
 
+from backends.block import BlockKey
 from backends.testing import make_keys
 from backends.tier.base import Outcome
 from backends.tier.filesystem import keeper
@@ -25,19 +28,24 @@ def test_a_few_blocks_on_a_full_disk_never_ask_for_more_spares() -> None:
     assert Spares(64).run_low(10_000)
 
 
-def test_a_store_of_what_is_there_evicts_nothing(tmp_path: Path) -> None:
-    """Also where the spare files have gone, as they do when nobody has needed them for a while."""
+@contextlib.contextmanager
+def full_tier(disk: Path) -> Iterator[tuple[Bench, Sequence[BlockKey]]]:
+    """One that has evicted for the last 64 blocks of these."""
     blocks = 2 * AHEAD * SHARE
-    with Bench(make_settings(tmp_path)) as measure:
-        row_bytes = measure.rows.row_bytes
     settings = make_settings(
-        tmp_path / "disk", capacity=blocks * row_bytes, high_watermark=1.0, low_watermark=1.0
+        disk, capacity=blocks * ROW_BYTES, high_watermark=1.0, low_watermark=1.0
     )
     with Bench(settings) as bench:
         bench.ready()
         keys = make_keys("a full tier", blocks + 64)
         for begin in range(0, len(keys), 32):
             assert bench.store(keys[begin : begin + 32]) == [Outcome.DONE] * 32
+        yield bench, keys
+
+
+def test_a_store_of_what_is_there_evicts_nothing(tmp_path: Path) -> None:
+    """Also where the spare files have gone, as they do when nobody has needed them for a while."""
+    with full_tier(tmp_path / "disk") as (bench, keys):
         pool = bench.fs._lanes[0].pool
 
         def rests() -> bool:
@@ -69,17 +77,8 @@ def test_spare_files_outlast_a_pause_of_stores_and_not_a_long_one(
     """Whoever stores after a pause would have to make new files; a full disk needs the room."""
     monkeypatch.setattr(keeper, "_PAUSE_S", 0.5)
     monkeypatch.setattr(keeper, "_SPARES_S", kept_s)
-    blocks = 2 * AHEAD * SHARE
-    with Bench(make_settings(tmp_path)) as measure:
-        row_bytes = measure.rows.row_bytes
-    settings = make_settings(
-        tmp_path / "disk", capacity=blocks * row_bytes, high_watermark=1.0, low_watermark=1.0
-    )
-    with Bench(settings) as bench:
-        bench.ready()
-        keys = make_keys("a pause", blocks + 64)
-        for begin in range(0, len(keys), 32):
-            assert bench.store(keys[begin : begin + 32]) == [Outcome.DONE] * 32
+    with full_tier(tmp_path / "disk") as (bench, _):
+        row_bytes = bench.rows.row_bytes
         lane = bench.fs._lanes[0]
         bench.until(lambda: lane.pool.busy_for_s() == 0.0, "a thread does not come to its end")
         spares, volume = lane.volume.space.spares, lane.volume
